@@ -1,0 +1,136 @@
+"""The `flywheel` command: parse, load the config, run one stage.
+
+    flywheel <stage> [--config FILE] [--debug] [section.key=value ...]
+
+A stage is a module with `run(cfg: Config) -> dict`. What it prints for people goes to stderr (see
+jobs/console.py); the summary it returns is printed as one JSON line, the last line on stdout. A
+summary with `"ok": false` makes the exit code 1; a ValueError or OSError is a message to the user
+and makes it 2. Stages are imported only when they run: help works whatever is installed.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+from jobs.config import Config, load
+from jobs.settings import to_yaml
+
+STAGES = {
+    "target": ("jobs.target", "fetch and convert the demo target"),
+    "ingest": ("jobs.ingest", "request logs -> traffic/"),
+    "harvest": ("jobs.harvest", "traffic/ -> features/, one pass of the target"),
+    "train": ("jobs.train", "features/ -> a drafter"),
+    "evaluate": ("jobs.evaluate", "replay a drafter on held-out conversations -> acceptance/"),
+    "promote": ("jobs.promote", "make an evaluated drafter the champion, if the gate passes"),
+    "rollback": ("jobs.rollback", "make the previous champion the champion again"),
+    "serve": ("jobs.serve", "run vLLM with the target and a drafter"),
+    "report": ("jobs.report", "one HTML page about what was measured"),
+    "sql": ("jobs.sql", "answer a question over acceptance/ (flywheel sql NAME)"),
+    "doctor": ("jobs.doctor", "check this machine and say what to do"),
+    "demo": ("pipelines.demo", "turn the whole loop once"),
+    "config": ("", "print every setting with its value and meaning, as YAML"),
+}
+# A first argument without "=" sets this setting: `flywheel sql tau_by_domain_and_version`.
+POSITIONAL = {"sql": "sql.question", "evaluate": "evaluate.drafter", "promote": "promote.drafter"}
+# Import name -> what to install, for the one message that a missing extra deserves.
+EXTRAS = {
+    "ray": "ray",
+    "mlflow": "ray",
+    "duckdb": "ray",
+    "matplotlib": "ray",
+    "vllm": "serve",
+    "httpx": "serve",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one stage and return the exit code: 0 done, 1 not ok, 2 user error, 130 interrupted."""
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        cfg = load(args.config, _settings(args.stage, args.settings))
+        if args.stage == "config":
+            print(to_yaml(cfg), end="")
+            return 0
+        return _run(args.stage, cfg)
+    except KeyboardInterrupt:
+        print("interrupted: the same command continues where this one stopped", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        if args.debug:
+            raise
+        message = _message(error)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+
+
+def run_as_module(stage: str) -> NoReturn:
+    """`python -m jobs.<stage> ...` = `flywheel <stage> ...`.
+
+    The stage is imported anew under its real name: what Ray pickles must not live in __main__.
+    """
+    raise SystemExit(main([stage, *sys.argv[1:]]))
+
+
+def _run(stage: str, cfg: Config) -> int:
+    summary = importlib.import_module(STAGES[stage][0]).run(cfg)
+    sys.stderr.flush()
+    print(json.dumps(summary), flush=True)
+    return 0 if summary.get("ok", True) else 1
+
+
+def _settings(stage: str, words: list[str]) -> list[str]:
+    if words and "=" not in words[0] and stage in POSITIONAL:
+        return [f"{POSITIONAL[stage]}={words[0]}", *words[1:]]
+    return words
+
+
+def _message(error: Exception) -> str | None:
+    """What to tell the user, or None when the traceback is needed."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, Exception):  # Ray wraps a task's error; its own text is a remote traceback
+        return _message(cause)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if not isinstance(error, ModuleNotFoundError):
+        return str(error)
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    extra = f"dflash-flywheel[{EXTRAS[package]}]"
+    return f"{package} is not installed: `make venv`, or pip install '{extra}'"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n`flywheel --help` lists the stages\n")
+
+
+def _stage(name: str) -> str:
+    if name in STAGES:
+        return name
+    close = get_close_matches(name, STAGES, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(STAGES)}"
+    raise argparse.ArgumentTypeError(f"unknown stage {name!r}: {hint}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    stages = "\n".join(f"  {name:9} {help}" for name, (_, help) in STAGES.items())
+    parser = _Parser(
+        prog="flywheel",
+        description="Turns the traffic of a vLLM fleet into a better DFlash drafter for it.",
+        epilog=f"stages:\n{stages}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("stage", type=_stage, metavar="stage", help="one of the stages below")
+    parser.add_argument(
+        "settings", nargs="*", metavar="section.key=value", help="see `flywheel config`"
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a user error")
+    return parser

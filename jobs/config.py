@@ -1,0 +1,217 @@
+"""The whole configuration: one frozen section per stage, loaded from YAML and `section.key=value`.
+
+    flywheel config                              # every key, its default and meaning, as YAML
+    flywheel train --config my.yaml train.steps=200
+
+A default lives here and nowhere else. Unknown keys and wrong types are refused by name.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from jobs.settings import build, parse_overrides, read_yaml, setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """The served model: a Hugging Face folder."""
+
+    path: str = setting(
+        "", "folder of the target; empty: <work>/target, made by `flywheel target`", path=True
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "compute dtype; auto: bfloat16 where the hardware multiplies it, else float32"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ray:
+    """Where the jobs run."""
+
+    address: str = setting("", "Ray cluster to join; empty: a local one that ends with the command")
+    num_cpus: int = setting(0, "CPUs of the local cluster; 0: all", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mlflow:
+    """Experiment tracking and the model registry."""
+
+    uri: str = setting("", "tracking and registry URI; empty: sqlite file <work>/mlflow.db")
+    artifacts: str = setting("", "artifact root; empty: <work>/mlartifacts")
+    experiment: str = setting("flywheel", "experiment that collects the training runs")
+    model: str = setting("drafter", "registered model that carries champion, challenger, previous")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ingest:
+    """Request logs to traffic/."""
+
+    logs: list[str] = setting([], "log files, folders or globs; empty: <work>/capture", path=True)
+    default_domain: str = setting("default", "domain of a request that names none")
+    min_output_tokens: int = setting(2, "shorter answers are rejected", minimum=2)
+    val_percent: int = setting(
+        10, "share of conversations held out for checkpoint choice", minimum=0
+    )
+    test_percent: int = setting(10, "share of conversations held out for evaluation", minimum=0)
+    max_reject_rate: float = setting(
+        0.05, "stop when a larger share of lines is rejected", minimum=0
+    )
+
+    def __post_init__(self) -> None:
+        held_out = self.val_percent + self.test_percent
+        if held_out >= 100:
+            raise ValueError(
+                f"ingest.val_percent + ingest.test_percent = {held_out}: nothing is left "
+                "to train on, lower one of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Harvest:
+    """Traffic to features/: one teacher-forced pass of the target."""
+
+    backend: Literal["transformers", "vllm"] = setting(
+        "transformers", "engine that runs the target"
+    )
+    workers: int = setting(1, "Ray actors, each with its own target", minimum=1)
+    samples_per_shard: int = setting(64, "samples in one feature file", minimum=1)
+    batch_tokens: int = setting(4096, "tokens in one forward pass, padding included", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drafter:
+    """Shape of a new drafter. A warm start (train.base) keeps the base's own shape."""
+
+    layers: int = setting(2, "decoder layers", minimum=1)
+    block_size: int = setting(8, "B: the anchor and B - 1 draft tokens", minimum=2)
+    num_taps: int = setting(5, "target layers read, spread evenly", minimum=1)
+    taps: list[int] = setting(
+        [], "explicit target layers (id i = output of layer i); empty: num_taps decides"
+    )
+    mask_token_id: int = setting(
+        -1, "token of the masked slots; -1: an unused special token", minimum=-1
+    )
+    init: Literal["target", "random"] = setting("target", "target: copy what fits from the target")
+
+    def __post_init__(self) -> None:
+        if any(low >= high for low, high in pairwise(self.taps)):
+            raise ValueError(f"drafter.taps = {self.taps}: layer ids must be strictly increasing")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Train:
+    """Features to a drafter."""
+
+    base: str = setting("", "drafter folder to start from; empty: a new one", path=True)
+    steps: int = setting(600, "optimizer steps; 0 exports the base as it is", minimum=0)
+    batch_size: int = setting(4, "samples in a step, over all workers", minimum=1)
+    anchors: int = setting(32, "random anchors per sample and step", minimum=1)
+    optimizer: Literal["muon", "adamw"] = setting(
+        "muon", "muon: matrices by Muon, vectors by AdamW"
+    )
+    lr: float = setting(5e-3, "peak learning rate", minimum=0)
+    warmup: float = setting(0.05, "share of the steps with rising learning rate", minimum=0)
+    gamma: float = setting(4.0, "decay of the loss over slots: exp(-(k - 1) / gamma)", minimum=0)
+    workers: int = setting(1, "Ray Train workers", minimum=1)
+    seed: int = setting(0, "seed of anchors, order and new weights", minimum=0)
+    val_every: int = setting(100, "steps between replay evaluations on the val split", minimum=1)
+    checkpoint_every: int = setting(100, "steps between resumable checkpoints", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluate:
+    """Replay on held-out conversations."""
+
+    drafter: str = setting("", "drafter folder; empty: the newest below <work>/drafters", path=True)
+    baseline: str = setting(
+        "", "drafter folder to compare with; empty: the champion, if any", path=True
+    )
+    split: Literal["val", "test"] = setting("test", "split that is replayed")
+    bootstrap: int = setting(1000, "resamples (of conversations) behind the interval", minimum=100)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promote:
+    """The gate before a drafter becomes champion."""
+
+    drafter: str = setting(
+        "", "evaluated drafter folder; empty: the newest below <work>/drafters", path=True
+    )
+    min_gain: float = setting(
+        0.0, "lower end of the paired tau gain over the champion must exceed this"
+    )
+    max_domain_loss: float = setting(0.05, "largest tau loss tolerated in one domain", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serve:
+    """One vLLM server with the target and, if named, a drafter."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0: a free one", minimum=0)
+    drafter: str = setting("", 'drafter folder, or "champion"; empty: no speculation')
+    k: int = setting(0, "draft tokens per round; 0: block_size - 1", minimum=0)
+    max_model_len: int = setting(2048, "longest prompt + answer in tokens", minimum=1)
+    max_num_seqs: int = setting(16, "requests in one batch", minimum=1)
+    kv_cache_gib: int = setting(2, "KV cache on a CPU, GiB", minimum=1)
+    eager: bool = setting(True, "skip torch.compile: starts minutes earlier on a CPU")
+    capture: str = setting("", "folder for captured traffic; empty: off", path=True)
+    args: list[str] = setting([], "further arguments, handed to `vllm serve` as they are")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sql:
+    """DuckDB over the acceptance rows."""
+
+    question: str = setting("", "name of a file in sql/, or a path; empty: list them")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Everything a run depends on. Stages read it, nothing writes to it."""
+
+    work: str = setting("runs/demo", "folder that holds every product of a run", path=True)
+    target: Target = field(default_factory=Target)
+    ray: Ray = field(default_factory=Ray)
+    mlflow: Mlflow = field(default_factory=Mlflow)
+    ingest: Ingest = field(default_factory=Ingest)
+    harvest: Harvest = field(default_factory=Harvest)
+    drafter: Drafter = field(default_factory=Drafter)
+    train: Train = field(default_factory=Train)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    promote: Promote = field(default_factory=Promote)
+    serve: Serve = field(default_factory=Serve)
+    sql: Sql = field(default_factory=Sql)
+
+    def path(self, *parts: str) -> Path:
+        """The absolute path of something below the work folder."""
+        return Path(self.work).expanduser().absolute().joinpath(*parts)
+
+    @property
+    def target_path(self) -> Path:
+        """Folder of the target."""
+        return Path(self.target.path) if self.target.path else self.path("target")
+
+    @property
+    def mlflow_uri(self) -> str:
+        """MLflow tracking and registry URI."""
+        return self.mlflow.uri or f"sqlite:///{self.path('mlflow.db')}"
+
+    @property
+    def mlflow_artifacts(self) -> str:
+        """MLflow artifact root, a URI or an absolute path."""
+        return self.mlflow.artifacts or str(self.path("mlartifacts"))
+
+
+def load(file: Path | str | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Defaults, then the YAML `file`, then `overrides` such as "train.steps=200"; the last wins.
+
+    Raises:
+        ValueError: an unknown key, a wrong type or an impossible value, named with what to write.
+        OSError: `file` cannot be read.
+    """
+    values = read_yaml(Path(file)) if file else {}
+    return build(Config, values, parse_overrides(Config, overrides))

@@ -1,0 +1,209 @@
+"""Typed settings: dataclasses to and from YAML, with refusals that say what to write instead."""
+
+import contextlib
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+
+T = TypeVar("T")
+
+
+def setting(default: Any, help: str, *, minimum: float | None = None, path: bool = False) -> Any:
+    """A documented dataclass field.
+
+    `minimum` bounds a number from below. `path` marks a path (or a list of them): `~` is expanded
+    and relative paths are taken from the folder the command runs in, once, while loading, so that
+    Ray workers with another working directory see the same place.
+    """
+    metadata = {"help": help, "minimum": minimum, "path": path}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping."""
+    try:
+        values = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is not valid YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{file}: expected sections such as 'train:', found {_kind(values)}")
+    return values
+
+
+def parse_overrides(cls: type, overrides: Sequence[str]) -> dict[str, Any]:
+    """["train.steps=200"] -> {"train.steps": 200}, each text read as the type of its setting."""
+    settings = dict(_settings(cls))
+    values = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(
+                f"{override!r}: settings are given as name=value, e.g. train.steps=200"
+            )
+        if name not in settings:
+            raise ValueError(_unknown(cls, name))
+        values[name] = _read_text(text, settings[name][1])
+    return values
+
+
+def build(cls: type[T], values: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> T:
+    """An instance of the settings class `cls` from nested `values` and dotted `overrides`."""
+    flat = dict(_flatten(cls, values)) | dict(overrides or {})
+    return _build(cls, flat)
+
+
+def to_yaml(settings: Any) -> str:
+    """The settings as YAML that loads back to the same, every key with its meaning above it."""
+    lines: list[str] = []
+    for item, kind in _fields(type(settings)):
+        value = getattr(settings, item.name)
+        if dataclasses.is_dataclass(kind):
+            summary = (kind.__doc__ or "").splitlines()[0]
+            body = "".join(f"  {line}\n" for line in to_yaml(value).splitlines())
+            lines.append(f"\n# {summary}\n{item.name}:\n{body}")
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+            text = text.removesuffix("...\n").strip()
+            lines.append(
+                f"# {item.metadata['help']} ({_expected(item, kind)})\n{item.name}: {text}\n"
+            )
+    return "".join(lines)
+
+
+def _fields(cls: type) -> list[tuple[dataclasses.Field, Any]]:
+    hints = get_type_hints(cls)
+    return [(item, hints[item.name]) for item in dataclasses.fields(cls)]
+
+
+def _settings(cls: type, prefix: str = "") -> Iterator[tuple[str, tuple[dataclasses.Field, Any]]]:
+    """(dotted name, (field, type)) of every leaf."""
+    for item, kind in _fields(cls):
+        if dataclasses.is_dataclass(kind):
+            yield from _settings(kind, f"{prefix}{item.name}.")  # pyright: ignore[reportArgumentType]
+        else:
+            yield f"{prefix}{item.name}", (item, kind)
+
+
+def _flatten(
+    cls: type, values: Mapping[str, Any], prefix: str = "", root: type | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Nested mapping to (dotted name, value), refusing names that `cls` does not have."""
+    kinds = {item.name: kind for item, kind in _fields(cls)}
+    root = root or cls
+    for key, value in values.items():
+        if key not in kinds:
+            raise ValueError(_unknown(root, f"{prefix}{key}"))
+        kind = kinds[key]
+        if not dataclasses.is_dataclass(kind):
+            yield f"{prefix}{key}", value
+        elif value is None:  # a section header with nothing below it
+            continue
+        elif isinstance(value, Mapping):
+            yield from _flatten(kind, value, f"{prefix}{key}.", root)  # pyright: ignore[reportArgumentType]
+        else:
+            raise ValueError(
+                f"{prefix}{key} = {value!r}: expected a section with settings below it"
+            )
+
+
+def _build(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
+    arguments = {}
+    for item, kind in _fields(cls):
+        name = f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(kind):
+            arguments[item.name] = _build(kind, flat, f"{name}.")  # pyright: ignore[reportArgumentType]
+        elif name in flat:
+            arguments[item.name] = _check(name, flat[name], item, kind)
+        else:
+            arguments[item.name] = _absolute(_default(item), item)
+    return cls(**arguments)
+
+
+def _default(item: dataclasses.Field) -> Any:
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return item.default
+
+
+def _check(name: str, value: Any, item: dataclasses.Field, kind: Any) -> Any:
+    """`value` as the type of its setting, or a ValueError that names both."""
+    if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):  # YAML 1.1 reads 5e-3 as a string
+            value = float(value)
+    if not _matches(value, kind):
+        close = difflib.get_close_matches(str(value), [str(arg) for arg in get_args(kind)], n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{name} = {value!r}: expected {_expected(item, kind)}{hint}")
+    minimum = item.metadata["minimum"]
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} = {value!r}: expected {_expected(item, kind)}")
+    return _absolute(value, item)
+
+
+def _matches(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_matches(v, get_args(kind)[0]) for v in value)
+    if kind is float:
+        return type(value) is float and math.isfinite(value)
+    return type(value) is kind  # not isinstance: True is no integer here
+
+
+def _absolute(value: Any, item: dataclasses.Field) -> Any:
+    if not item.metadata["path"] or not value:
+        return value
+    if isinstance(value, list):
+        return [_absolute(part, item) for part in value]
+    return value if "://" in value else str(Path(value).expanduser().absolute())
+
+
+def _read_text(text: str, kind: Any) -> Any:
+    """A command-line text as a value; _check judges it later."""
+    if kind is str or get_origin(kind) is Literal:
+        return text
+    if get_origin(kind) is list and not text.startswith("["):
+        return [_read_text(part, get_args(kind)[0]) for part in text.split(",")] if text else []
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _expected(item: dataclasses.Field, kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " | ".join(str(arg) for arg in get_args(kind))
+    names = {str: "text", int: "integer", float: "number", bool: "true or false"}
+    text = f"list of {names[get_args(kind)[0]]}s" if get_origin(kind) is list else names[kind]
+    minimum = item.metadata["minimum"]
+    return text if minimum is None else f"{text} >= {minimum:g}"
+
+
+def _kind(value: Any) -> str:
+    return {"list": "a list", "str": "text"}.get(type(value).__name__, type(value).__name__)
+
+
+def _unknown(cls: type, name: str) -> str:
+    known = [setting_name for setting_name, _ in _settings(cls)]
+    sections = [item.name for item, kind in _fields(cls) if dataclasses.is_dataclass(kind)]
+    if name in sections:
+        inside = ", ".join(key for key in known if key.startswith(f"{name}."))
+        return f"{name!r} is a section: set one of {inside}"
+    leaf = name.rpartition(".")[2]
+    close = difflib.get_close_matches(name, [*known, *sections], n=3) or [
+        key for key in known if key.rpartition(".")[2] == leaf
+    ]
+    hint = (
+        f"did you mean {' or '.join(close[:3])}?" if close else "`flywheel config` lists them all"
+    )
+    return f"unknown setting {name!r}: {hint}"

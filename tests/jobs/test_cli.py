@@ -1,0 +1,143 @@
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+from jobs import cli
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """Replaces the train stage; returns the list of configs it was run with, and sets its work."""
+    module = types.ModuleType("jobs.train")
+    module.seen = []  # pyright: ignore[reportAttributeAccessIssue]
+
+    def install(work):
+        def run(cfg):
+            module.seen.append(cfg)
+            return work()
+
+        module.run = run  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setitem(sys.modules, "jobs.train", module)
+        return module.seen
+
+    return install
+
+
+def fail(error):
+    def work():
+        raise error
+
+    return work
+
+
+def test_last_line_is_the_summary_and_settings_go_before_or_after_options(stage, tmp_path, capsys):
+    file = tmp_path / "my.yaml"
+    file.write_text("train: {lr: 0.5}")
+    seen = stage(lambda: {"steps": 3})
+    assert cli.main(["train", "train.steps=3", "--config", str(file), "train.seed=9"]) == 0
+    assert (seen[0].train.steps, seen[0].train.lr, seen[0].train.seed) == (3, 0.5, 9)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"steps": 3}
+
+
+def test_a_summary_that_is_not_ok_fails(stage, capsys):
+    stage(lambda: {"ok": False, "reason": "gate"})
+    assert cli.main(["train"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"ok": False, "reason": "gate"}
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("bad thing: do this"), "error: bad thing: do this\n"),
+        (FileNotFoundError(2, "No such file or directory", "x.bin"), "error: x.bin: No such"),
+        (ModuleNotFoundError("no", name="vllm.config"), "dflash-flywheel[serve]"),
+    ],
+)
+def test_user_errors_are_one_line(stage, capsys, error, message):
+    stage(fail(error))
+    assert cli.main(["train"]) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.count("\n") == 1
+    assert output.out == ""
+
+
+def test_error_in_a_ray_task_is_shown_without_its_remote_traceback(stage, capsys):
+    class TaskError(ValueError):
+        cause = ValueError("bad thing: do this")
+
+    stage(fail(TaskError("ray::task() long\nremote\ntraceback")))
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == "error: bad thing: do this\n"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), ModuleNotFoundError("no", name="jobz")])
+def test_bugs_keep_their_traceback(stage, error):
+    stage(fail(error))
+    with pytest.raises(type(error)):
+        cli.main(["train"])
+
+
+def test_debug_shows_the_traceback_of_a_user_error(stage):
+    stage(fail(ValueError("bad")))
+    with pytest.raises(ValueError, match="bad"):
+        cli.main(["train", "--debug"])
+
+
+def test_interrupt_exits_130_with_one_line(stage, capsys):
+    stage(fail(KeyboardInterrupt()))
+    assert cli.main(["train"]) == 130
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "unknown stage 'trian': did you mean train?"),
+        (["zzz"], "unknown stage 'zzz': one of target, ingest"),
+        (["train", "--confg", "x"], "--confg"),
+        ([], "stage"),
+    ],
+)
+def test_bad_command_line_exits_2_and_says_what_to_write(capsys, argv, message):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(argv)
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_setting_exits_2(capsys):
+    assert cli.main(["train", "train.step=1"]) == 2
+    assert "did you mean train.steps" in capsys.readouterr().err
+
+
+def test_first_word_of_sql_is_the_question(monkeypatch):
+    seen = []
+    module = types.ModuleType("jobs.sql")
+    module.run = lambda cfg: seen.append(cfg) or {}  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "jobs.sql", module)
+    cli.main(["sql", "tau_by_domain", "work=x"])
+    assert seen[0].sql.question == "tau_by_domain"
+
+
+def test_help_imports_no_stage_and_nothing_heavy():
+    code = (
+        "import sys, jobs.cli\n"
+        "try: jobs.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'ray', 'vllm', 'mlflow', 'transformers', 'pyarrow'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(f"  {stage} " in done.stdout for stage in cli.STAGES)
+
+
+def test_config_prints_the_schema(capsys):
+    assert cli.main(["config", "train.steps=7"]) == 0
+    assert "  # optimizer steps; 0 exports the base as it is (integer >= 0)\n  steps: 7\n" in (
+        capsys.readouterr().out
+    )

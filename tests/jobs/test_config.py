@@ -1,0 +1,100 @@
+import dataclasses
+import re
+
+import pytest
+
+from jobs.config import Config, load
+from jobs.settings import to_yaml
+
+
+def test_defaults_then_file_then_overrides(tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text("train: {steps: 10, lr: 1e-3}\nserve:\n")
+    cfg = load(file, ["train.steps=20", "train.steps=30"])
+    assert (cfg.train.steps, cfg.train.lr, cfg.train.batch_size) == (30, 1e-3, 4)
+    assert cfg.serve == load().serve
+
+
+def test_the_printed_schema_loads_back_to_the_same(tmp_path):
+    cfg = load(
+        None, ["drafter.taps=1,8,14", "ingest.logs=a,b", 'serve.args=["--x", "{\\"a\\": 1}"]']
+    )
+    file = tmp_path / "all.yaml"
+    file.write_text(to_yaml(cfg))
+    assert load(file) == cfg
+    assert cfg.serve.args == ["--x", '{"a": 1}']
+
+
+def test_every_setting_has_a_meaning():
+    for section in dataclasses.fields(Config):
+        settings = getattr(Config(), section.name)
+        if dataclasses.is_dataclass(settings):
+            assert type(settings).__doc__
+            assert all(item.metadata["help"] for item in dataclasses.fields(settings))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.step=1"], "unknown setting 'train.step': did you mean train.steps"),
+        (["steps=1"], "unknown setting 'steps': did you mean train.steps?"),
+        (["trian.lr=1"], "did you mean train.lr"),
+        (["zzzzzz=1"], "`flywheel config` lists them all"),
+        (["train=1"], "'train' is a section: set one of train.base, train.steps"),
+        (["train.steps"], "settings are given as name=value"),
+        (["train.steps=many"], "train.steps = 'many': expected integer >= 0"),
+        (["train.steps=1.5"], "train.steps = 1.5: expected integer >= 0"),
+        (["train.steps=true"], "train.steps = True: expected integer >= 0"),
+        (["train.lr=fast"], "train.lr = 'fast': expected number >= 0"),
+        (["train.lr=nan"], "train.lr = nan: expected number >= 0"),
+        (["serve.eager=1"], "serve.eager = 1: expected true or false"),
+        (["train.batch_size=0"], "train.batch_size = 0: expected integer >= 1"),
+        (["train.optimizer=mun"], "expected muon | adamw; did you mean 'muon'?"),
+        (["drafter.taps=1,x"], "drafter.taps = [1, 'x']: expected list of integers"),
+        (["drafter.taps=8,1"], "drafter.taps = [8, 1]: layer ids must be strictly increasing"),
+        (["ingest.val_percent=50", "ingest.test_percent=50"], "nothing is left to train on"),
+    ],
+)
+def test_refused_override_is_named_with_what_to_write(overrides, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(None, overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trian: {steps: 1}", "unknown setting 'trian': did you mean train"),
+        ("train: {step: 1}", "unknown setting 'train.step': did you mean train.steps"),
+        ("train: 5", "train = 5: expected a section"),
+        ("- train", "expected sections such as 'train:', found a list"),
+        ("train: {steps: ", "is not valid YAML"),
+        ("train: {steps: '5'}", "train.steps = '5': expected integer"),
+        ("mlflow: {experiment: 5}", "mlflow.experiment = 5: expected text"),
+    ],
+)
+def test_refused_file_is_named_with_what_to_write(tmp_path, text, message):
+    file = tmp_path / "my.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(file)
+
+
+def test_text_settings_take_the_override_as_it_is():
+    assert load(None, ["mlflow.experiment=2024"]).mlflow.experiment == "2024"
+    assert load(None, ["mlflow.uri=http://x?a=b"]).mlflow_uri == "http://x?a=b"
+
+
+def test_paths_are_made_absolute_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = load(None, ["work=here", "ingest.logs=a/*.jsonl,s3://bucket/b"])
+    monkeypatch.chdir("/")
+    assert cfg.path("traffic", "x") == tmp_path / "here" / "traffic" / "x"
+    assert cfg.ingest.logs == [str(tmp_path / "a/*.jsonl"), "s3://bucket/b"]
+    assert cfg.train.base == ""  # empty stays empty: it means "none"
+    assert cfg.target_path == tmp_path / "here" / "target"
+    assert cfg.mlflow_uri == f"sqlite:///{tmp_path}/here/mlflow.db"
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load().train.steps = 5  # pyright: ignore[reportAttributeAccessIssue]
