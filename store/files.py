@@ -1,0 +1,82 @@
+"""Atomic files: hidden temporary in the same folder, fsync, then one atomic step to the final name.
+
+A file at its final name is complete. A writer holds a lock on its temporary, so `sweep` can tell
+a dead writer's leftovers from a file that is being written right now.
+"""
+
+import fcntl
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+SUFFIX = ".tmp"
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _open_locked(path: Path) -> tuple[Path, BinaryIO]:
+    """A new locked temporary beside `path`. Retries if a sweep removed it before it was locked."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{SUFFIX}")
+        stream = open(temporary, "xb")  # noqa: SIM115 (handed to the caller)
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        if temporary.exists():
+            return temporary, stream
+        stream.close()
+
+
+def commit(
+    path: Path,
+    write: Callable[[BinaryIO], object],
+    check: Callable[[Path], object] | None = None,
+    overwrite: bool = True,
+) -> bool:
+    """Write a file through a temporary. `write(stream)` fills it, `check(temporary)` may refuse it.
+
+    overwrite=True renames over an existing file; overwrite=False creates only if absent and returns
+    False when another writer was first. Nothing is left behind when `write` or `check` raises.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary, stream = _open_locked(path)
+    try:
+        with stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+            if check is not None:
+                check(temporary)
+            if overwrite:
+                os.replace(temporary, path)
+            else:
+                os.link(temporary, path)  # fails if the name is taken: no half-written winner
+        fsync_folder(path.parent)
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def sweep(folder: Path) -> int:
+    """Remove temporaries of dead writers in `folder` and its manifests; how many were removed."""
+    removed = 0
+    for temporary in [*folder.glob(f".*{SUFFIX}"), *folder.glob(f"manifests/.*{SUFFIX}")]:
+        try:
+            with open(temporary, "rb") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                temporary.unlink()
+                removed += 1
+        except (BlockingIOError, FileNotFoundError):
+            continue  # alive, or just renamed by its writer
+    return removed

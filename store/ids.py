@@ -1,0 +1,56 @@
+"""Identifiers that follow from content alone: samples, conversations and their split."""
+
+import hashlib
+import json
+import sys
+from array import array
+from collections.abc import Sequence
+
+
+def _token_bytes(ids: Sequence[int]) -> bytes:
+    packed = array("i", ids)
+    assert packed.itemsize == 4
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def short_hash(value: object) -> str:
+    """16 hex digits of sha256 over the canonical JSON of `value`."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def sample_id(target_id: str, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> str:
+    """32 hex digits naming one training sample. Lengths are hashed, so a moved boundary between
+    prompt and output gives another id.
+    """
+    digest = hashlib.sha256(target_id.encode())
+    for ids in (prompt_ids, output_ids):
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(_token_bytes(ids))
+    return digest.hexdigest()[:32]
+
+
+def prompt_conversation(prompt_ids: Sequence[int]) -> str:
+    """Conversation id for a record that names none: equal prompts share a conversation, so that
+    repeats of one prompt never fall on both sides of the split.
+    """
+    return "prompt-" + hashlib.sha256(_token_bytes(prompt_ids)).hexdigest()[:24]
+
+
+def split_of(conversation_id: str, val_percent: float, test_percent: float) -> str:
+    """`train`, `val` or `test` from the hash of the conversation: stable for ever, whatever else
+    is in the dataset. Raises ValueError when the shares leave nothing to train on.
+    """
+    if val_percent < 0 or test_percent < 0 or val_percent + test_percent >= 100:
+        raise ValueError(
+            f"val_percent {val_percent} + test_percent {test_percent} must be >= 0 and below 100"
+        )
+    digest = hashlib.sha256(b"split:" + conversation_id.encode()).digest()
+    bucket = int.from_bytes(digest[:8], "little") % 10_000
+    if bucket < test_percent * 100:
+        return "test"
+    if bucket < (test_percent + val_percent) * 100:
+        return "val"
+    return "train"

@@ -1,0 +1,109 @@
+"""Arrow schemas of every dataset. Writers use them explicitly, nothing is inferred.
+
+Times are microseconds in UTC. Token ids are int32. `loss_mask` holds half-open spans over the
+positions of prompt + output. The meaning of each column is in docs of the design, in one line here
+only where the name does not say it.
+"""
+
+import pyarrow as pa
+from pyarrow.compute import call_function
+
+TIMESTAMP = pa.timestamp("us", tz="UTC")
+LAYOUT_VERSION = "1"
+
+TRAFFIC = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("conversation_id", pa.string()),
+        ("split", pa.string()),  # train | val | test, by hash of the conversation
+        ("domain", pa.string()),
+        ("source", pa.string()),  # log format: capture | openai
+        ("captured_at", TIMESTAMP),
+        ("target_id", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("output_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32())]))),
+        ("ids_source", pa.string()),  # served | regenerated | reencoded
+        ("finish_reason", pa.string()),
+        ("temperature", pa.float32()),
+        ("top_p", pa.float32()),
+        ("top_k", pa.int32()),
+        ("seed", pa.int64()),
+        ("thinking", pa.bool_()),
+        ("tenant", pa.string()),
+        ("consent", pa.bool_()),
+        ("repeat_count", pa.int32()),  # how often this exact sample was seen
+        ("request_id", pa.string()),
+        ("adapter", pa.string()),
+    ]
+)
+
+FEATURES = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("n_tokens", pa.int32()),
+        ("hi", pa.large_binary()),  # high bytes of bf16 [n_tokens, n_taps * hidden]
+        ("lo", pa.large_binary()),  # low bytes
+        ("argmax_match", pa.float32()),  # share of output positions whose target argmax = the token
+    ]
+)
+
+ACCEPTANCE = pa.schema(
+    [
+        ("request_id", pa.string()),
+        ("sample_id", pa.string()),
+        ("conversation_id", pa.string()),
+        ("origin", pa.string()),  # replay | decode | served
+        ("drafter_version", pa.string()),
+        ("target_id", pa.string()),
+        ("domain", pa.string()),
+        ("k", pa.int32()),
+        ("block_size", pa.int32()),
+        ("temperature", pa.float32()),
+        ("accepted", pa.list_(pa.uint8())),  # per round, already cut at the end of text
+        ("drafted", pa.list_(pa.uint8())),
+        ("prompt_tokens", pa.int32()),
+        ("output_tokens", pa.int32()),
+        ("started_at", TIMESTAMP),
+        ("finished_at", TIMESTAMP),
+        ("replica", pa.string()),
+    ]
+)
+
+REJECTS = pa.schema(
+    [
+        ("file", pa.string()),
+        ("offset", pa.int64()),  # byte offset of the first byte of `raw` in the file
+        ("reason", pa.string()),
+        ("raw", pa.binary()),  # the record's bytes, cut at store.logs.MAX_REJECT_BYTES
+    ]
+)
+
+
+def features_schema(
+    target_id: str, target_layer_ids: list[int], hidden_size: int, dtype: str = "bfloat16"
+) -> pa.Schema:
+    """FEATURES with the metadata every shard must carry (compared by readers, never guessed)."""
+    return FEATURES.with_metadata(
+        {
+            "target_id": target_id,
+            "target_layer_ids": ",".join(str(i) for i in target_layer_ids),
+            "dtype": dtype,
+            "hidden_size": str(hidden_size),
+            "layout_version": LAYOUT_VERSION,
+        }
+    )
+
+
+def count_tokens(table: pa.Table) -> int:
+    """Tokens in a table of any schema above: prompt + output, or n_tokens; 0 for rejects."""
+    names = set(table.column_names)
+    lengths = [
+        call_function("list_value_length", [table[name]])
+        for name in ("prompt_ids", "output_ids")
+        if name in names
+    ]
+    counts = [
+        table[name] for name in ("n_tokens", "prompt_tokens", "output_tokens") if name in names
+    ]
+    return sum(call_function("sum", [column]).as_py() or 0 for column in lengths + counts)

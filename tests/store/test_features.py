@@ -1,0 +1,84 @@
+"""bf16 through Parquet: bit exact, and refused when made for something else."""
+
+import pyarrow as pa
+import pytest
+import torch
+
+from store.features import cache_key, decode, encode, read_shard
+from store.schemas import features_schema
+from store.shards import write_shard
+
+
+def every_bf16():
+    """All 65,536 bit patterns, NaN payloads and denormals included: [256, 256]."""
+    return (
+        torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256)
+    )
+
+
+def test_all_bit_patterns_survive():
+    x = every_bf16()
+    hi, lo = encode(x)
+    assert len(hi) == len(lo) == x.numel()
+    assert torch.equal(decode(hi, lo, 256).view(torch.uint16), x.view(torch.uint16))
+
+
+def test_high_plane_holds_sign_and_exponent():
+    hi, lo = encode(torch.tensor([[1.0, -2.0]], dtype=torch.bfloat16))  # 0x3f80, 0xc000
+    assert (hi, lo) == (b"\x3f\xc0", b"\x80\x00")
+
+
+def test_strided_view_is_encoded_by_value():
+    x = every_bf16()[:, ::3]
+    assert torch.equal(
+        decode(*encode(x), 256).view(torch.uint16), x.contiguous().view(torch.uint16)
+    )
+
+
+@pytest.mark.parametrize(
+    "x", [torch.zeros(2, 3), torch.zeros(4, dtype=torch.bfloat16)], ids=["float32", "1-D"]
+)
+def test_wrong_tensor_is_refused(x):
+    with pytest.raises(ValueError, match="bfloat16"):
+        encode(x)
+
+
+@pytest.mark.parametrize(("hi", "lo", "n"), [(b"ab", b"a", 1), (b"abc", b"abc", 2), (b"", b"", 0)])
+def test_wrong_planes_are_refused(hi, lo, n):
+    with pytest.raises(ValueError, match="do not hold"):
+        decode(hi, lo, n)
+
+
+def write(path, schema, x):
+    hi, lo = encode(x)
+    row = {"sample_id": "s", "n_tokens": len(x), "hi": hi, "lo": lo, "argmax_match": 1.0}
+    write_shard(path, pa.Table.from_pylist([row, row], schema=schema))
+
+
+def test_shard_round_trip(tmp_path):
+    x = torch.randn(7, 2 * 16).to(torch.bfloat16)
+    write(tmp_path / "f.parquet", features_schema("t", [1, 5], 16), x)
+    rows = list(read_shard(tmp_path / "f.parquet", "t", [1, 5], 16))
+    assert [(name, match) for name, _, match in rows] == [("s", 1.0)] * 2
+    assert torch.equal(rows[1][1], x)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (("other", [1, 5], 16), "target_id"),
+        (("t", [2, 6], 16), "target_layer_ids"),
+        (("t", [1, 5], 8), "hidden_size"),
+    ],
+)
+def test_shard_made_for_something_else_is_refused(tmp_path, asked, named):
+    write(tmp_path / "f.parquet", features_schema("t", [1, 5], 16), torch.ones(2, 32).bfloat16())
+    with pytest.raises(ValueError, match=named):
+        next(read_shard(tmp_path / "f.parquet", *asked))
+
+
+def test_cache_key_depends_on_each_part():
+    keys = {cache_key("t", [1, 2], "bfloat16"), cache_key("u", [1, 2], "bfloat16")}
+    keys |= {cache_key("t", [1, 3], "bfloat16"), cache_key("t", [1, 2], "float32")}
+    assert len(keys) == 4
+    assert cache_key("t", [1, 2], "bfloat16") == cache_key("t", [1, 2], "bfloat16")
