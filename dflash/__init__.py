@@ -1,0 +1,1 @@
+"""DFlash, the method: drafter, attention mask, loss, replay, reference decoder. Pure torch."""

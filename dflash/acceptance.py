@@ -1,0 +1,68 @@
+"""The one definition of acceptance: tau, its macro mean, acceptance by position, the end cut.
+
+The first output token comes from prefill and belongs to no round. A round whose anchor is
+output token a drafts what follows it; `accepted` of its drafts are kept and one more token, the
+target's own, ends the round: a moves by accepted + 1. So for one request
+`sum(accepted + 1) == output tokens - 1`, and tau pools that over requests: a ratio of sums.
+"""
+
+from collections.abc import Sequence
+
+Accepted = Sequence[Sequence[int]]
+"""Per request the accepted drafts of each round, 0..K."""
+
+
+def cut_at_end(accepted: Sequence[int], num_output: int) -> list[int]:
+    """Accepted counts of one request, cut so that they emit num_output - 1 tokens.
+
+    vLLM counts drafts that matched after the end of text or after the length limit; they were
+    never emitted. Example: rounds [3, 5] of an answer of 7 tokens emit 4 + 2, so [3, 1].
+    Raises ValueError if the rounds cannot have made that many tokens.
+    """
+    left, cut = num_output - 1, []
+    for count in accepted:
+        if left <= 0:
+            break
+        cut.append(min(int(count), left - 1))
+        left -= cut[-1] + 1
+    if left > 0:
+        raise ValueError(
+            f"rounds {list(accepted)} emit {num_output - 1 - left} tokens after the first, "
+            f"but the answer has {num_output}: these counts belong to another answer"
+        )
+    return cut
+
+
+def num_rounds(accepted: Accepted) -> int:
+    """Rounds over all requests."""
+    return sum(len(rounds) for rounds in accepted)
+
+
+def tau(accepted: Accepted) -> float:
+    """Acceptance length: tokens per round, pooled. [[2, 0], [1]] -> 6 tokens / 3 rounds = 2.0.
+
+    Raises ValueError without rounds: an empty set has no tau.
+    """
+    rounds = num_rounds(accepted)
+    if rounds == 0:
+        raise ValueError("no rounds: every answer is a single token or there are no requests")
+    return sum(sum(request) for request in accepted) / rounds + 1
+
+
+def tau_macro(accepted: Accepted) -> float:
+    """Mean of per-request tau over requests with rounds. [[2, 0], [1]] -> (2 + 2) / 2 = 2.0."""
+    each = [tau([request]) for request in accepted if request]
+    if not each:
+        raise ValueError("no rounds: every answer is a single token or there are no requests")
+    return sum(each) / len(each)
+
+
+def positions(accepted: Accepted, num_drafts: int) -> list[float]:
+    """Share of rounds in which draft k = 1..K was accepted (joint, as vLLM counts).
+
+    [[2, 0], [1]], K=2 -> [2/3, 1/3]. The sum plus 1 is tau.
+    """
+    counts = [count for request in accepted for count in request]
+    if not counts:
+        raise ValueError("no rounds: every answer is a single token or there are no requests")
+    return [sum(c >= k for c in counts) / len(counts) for k in range(1, num_drafts + 1)]

@@ -1,0 +1,113 @@
+"""Drafter folders: config.json + model.safetensors in z-lab's layout, checked on every read.
+
+vLLM does not notice a missing tensor (it serves uninitialised memory), so the exact set of names
+and shapes is checked here, when writing and when reading.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from dflash.config import DrafterConfig
+from dflash.model import Drafter
+
+WEIGHTS = "model.safetensors"
+BORROWED = ("embed_tokens.weight", "lm_head.weight", "t2d")
+"""Tensors some folders carry that the target owns (or that vLLM ignores); skipped on reading."""
+
+
+def save_drafter(drafter: Drafter, folder: str | os.PathLike, dtype: torch.dtype) -> Path:
+    """Write a drafter as a folder that vLLM and z-lab's client load unchanged.
+
+    The weights are renamed into place before config.json, so a folder with a config is complete.
+    A zero-step training of a loaded drafter in the same dtype is bit-identical to its base.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in drafter.state_dict().items()}
+    config = drafter.cfg.to_json(str(dtype).removeprefix("torch."))
+    partial = folder / f".{WEIGHTS}.partial"
+    save_file(state, partial, metadata={"format": "pt"})
+    _publish(partial, folder / WEIGHTS)
+    partial = folder / ".config.json.partial"
+    partial.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _publish(partial, folder / "config.json")
+    return folder
+
+
+def read_config(folder: str | os.PathLike) -> DrafterConfig:
+    """The config of a drafter folder. Raises ValueError naming the folder and the fault."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a drafter folder: it has no config.json")
+    try:
+        return DrafterConfig.from_json(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def load_drafter(folder: str | os.PathLike, dtype: torch.dtype = torch.float32) -> Drafter:
+    """Read a z-lab style folder made here or elsewhere; parameters in `dtype`, on the CPU.
+
+    Raises ValueError if a tensor is missing, unknown or of the wrong shape.
+    """
+    cfg = read_config(folder)
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {WEIGHTS}: save the drafter as safetensors")
+    with torch.device("meta"):
+        drafter = Drafter(cfg)
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys() if name not in BORROWED}
+    except Exception as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+    check_tensors(found, drafter, path)
+    drafter.load_state_dict({k: v.to(dtype) for k, v in found.items()}, assign=True)
+    return drafter.requires_grad_(True)
+
+
+def check_tensors(found: dict[str, torch.Tensor], drafter: Drafter, path: Path) -> None:
+    """Raise ValueError unless names and shapes are exactly those of the drafter."""
+    wanted = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
+    faults = [f"missing {name}" for name in wanted if name not in found]
+    faults += [f"unknown {name}" for name in found if name not in wanted]
+    faults += [
+        f"{name} is {tuple(found[name].shape)}, not {shape}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name].shape) != shape
+    ]
+    if faults:
+        shown = "; ".join(faults[:6]) + (f"; and {len(faults) - 6} more" if len(faults) > 6 else "")
+        raise ValueError(f"{path} does not fit its config.json: {shown}")
+
+
+def weights_sha256(folder: str | os.PathLike) -> str:
+    """Hash of the weights file: the identity of a drafter version."""
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {WEIGHTS}")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def compat_fields(cfg: DrafterConfig, target_id: str) -> dict[str, object]:
+    """What must agree between a drafter and the fleet: target, taps, block, mask id, shape."""
+    return {"target_id": target_id} | {name: getattr(cfg, name) for name in DrafterConfig.__slots__}
+
+
+def compat_key(cfg: DrafterConfig, target_id: str) -> str:
+    """Short hash of `compat_fields`."""
+    fields = json.dumps(compat_fields(cfg, target_id), sort_keys=True)
+    return hashlib.sha256(fields.encode()).hexdigest()[:16]
+
+
+def _publish(partial: Path, final: Path) -> None:
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, final)

@@ -1,0 +1,158 @@
+"""The DFlash drafter: a small Qwen3-style decoder with target features injected into every layer.
+
+Shape suffixes: B sequences, T context positions, N blocks, S slots of a block, H hidden,
+D head size. One forward fills all slots of all blocks (paper, section 3).
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+from dflash.config import DrafterConfig
+from dflash.mask import dense_mask, flex_mask
+
+ContextKV = list[tuple[Tensor, Tensor]]
+"""Per layer the context keys and values, each [B, kv_heads, T, D]."""
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32 (Qwen3, Llama)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Queries from the block; keys and values from [context ; block] with the same projections."""
+
+    def __init__(self, cfg: DrafterConfig):
+        super().__init__()
+        self.head_dim = cfg.head_dim
+        heads, kv_heads = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+        self.q_proj = nn.Linear(cfg.hidden_size, heads, bias=False)
+        self.k_proj = nn.Linear(cfg.hidden_size, kv_heads, bias=False)
+        self.v_proj = nn.Linear(cfg.hidden_size, kv_heads, bias=False)
+        self.o_proj = nn.Linear(heads, cfg.hidden_size, bias=False)
+        self.q_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+        self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, L, H] -> normed and rotated keys, values: [B, kv_heads, L, D]."""
+        key = rotate(self.k_norm(self._split(self.k_proj(x))), rope)
+        return key, self._split(self.v_proj(x))
+
+    def forward(self, x: Tensor, rope: Tensor, context: tuple[Tensor, Tensor], mask) -> Tensor:
+        query = rotate(self.q_norm(self._split(self.q_proj(x))), rope)
+        key, value = self.keys_values(x, rope)
+        key = torch.cat([context[0], key], dim=2)
+        value = torch.cat([context[1], value], dim=2)
+        if isinstance(mask, Tensor):
+            out = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+        else:
+            out = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, cfg: DrafterConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm decoder layer; `input_layernorm` acts on the block only, never on the context."""
+
+    def __init__(self, cfg: DrafterConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x: Tensor, rope: Tensor, context: tuple[Tensor, Tensor], mask) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, context, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """The drafter without embedding and head, which it borrows from the target.
+
+    Its state dict is exactly the tensor contract of facts/dflash.md section 6.
+    """
+
+    def __init__(self, cfg: DrafterConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.fc = nn.Linear(len(cfg.target_layer_ids) * cfg.hidden_size, cfg.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers))
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+
+    def context(self, features_BTF: Tensor, start: int = 0) -> ContextKV:
+        """Keys and values of the context positions start..start+T-1, once per sequence.
+
+        features_BTF [B, T, n_taps*H]: `hidden_norm(fc(features))` is shared by all layers.
+        """
+        shared = self.hidden_norm(self.fc(features_BTF))
+        positions = torch.arange(start, start + features_BTF.shape[1], device=shared.device)
+        rope = self._rope(positions[None])
+        return [layer.self_attn.keys_values(shared, rope) for layer in self.layers]
+
+    def forward(self, context: ContextKV, embeds_BNSH: Tensor, anchors_BN: Tensor) -> Tensor:
+        """Hidden states [B, N, S, H] of all slots, ready for the target's head.
+
+        embeds_BNSH: target embeddings of [anchor token, mask, ..., mask]; anchors_BN int64:
+        absolute position of each anchor. Slot k predicts the token at position anchor + k;
+        slot 0's output is unused. A padded block may carry any anchor; its rows are dropped later.
+        """
+        B, N, S, H = embeds_BNSH.shape
+        num_context = context[0][0].shape[2]
+        make_mask = flex_mask if embeds_BNSH.is_cuda and torch.is_grad_enabled() else dense_mask
+        mask = make_mask(anchors_BN, num_context, S)
+        positions = anchors_BN[:, :, None] + torch.arange(S, device=anchors_BN.device)
+        rope = self._rope(positions.flatten(1))
+        x = embeds_BNSH.reshape(B, N * S, H)
+        for layer, layer_context in zip(self.layers, context):
+            x = layer(x, rope, layer_context, mask)
+        return self.norm(x).view(B, N, S, H)
+
+    def _rope(self, positions: Tensor) -> Tensor:
+        """positions [B, L] -> [2, B, 1, L, D]: cosines and sines, plain 1-D, float32."""
+        dim = self.cfg.head_dim
+        powers = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim
+        angles = positions[:, None, :, None].float() * self.cfg.rope_theta**-powers
+        angles = torch.cat([angles, angles], dim=-1)
+        return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotary embedding, half-split (neox) layout: x [B, heads, L, D]."""
+    cos, sin = rope
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x * cos + turned * sin).to(x.dtype)
+
+
+def block_embeds(embedding: Tensor, anchor_tokens_BN: Tensor, mask_token_id: int, slots: int) -> Tensor:
+    """Target embedding rows of [anchor, mask, ..., mask]: [B, N, slots, H]."""
+    tokens = anchor_tokens_BN.new_full((*anchor_tokens_BN.shape, slots), mask_token_id)
+    tokens[..., 0] = anchor_tokens_BN
+    return F.embedding(tokens, embedding)

@@ -1,0 +1,190 @@
+"""The frozen target: its identity, its embedding and head, and one pass that reads its features."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+IDENTITY_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+)
+SAMPLE_BYTES = 1 << 20
+
+
+def target_id(folder: str | os.PathLike) -> str:
+    """Identity of a target folder: 16 hex digits over weights, config, tokenizer and template.
+
+    Weight files count with their header (names, shapes, offsets) and three samples of 1 MiB, so
+    that a re-quantised or further trained model under the same name differs, and a 140 GB model
+    is still identified in a second. Raises ValueError if the folder is not a model.
+    """
+    folder = Path(folder)
+    weights = sorted(folder.glob("*.safetensors"))
+    if not (folder / "config.json").is_file() or not weights:
+        raise ValueError(
+            f"{folder} is not a model folder: it needs config.json and *.safetensors "
+            "(set target.path, or run `flywheel target` for the small built-in one)"
+        )
+    digest = hashlib.sha256()
+    for name in IDENTITY_FILES:
+        path = folder / name
+        digest.update(f"{name}\0".encode())
+        digest.update(path.read_bytes() if path.is_file() else b"absent")
+    for path in weights:
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        digest.update(_sample(path))
+    return digest.hexdigest()[:16]
+
+
+def _sample(path: Path) -> bytes:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(8 + int.from_bytes(file.read(8), "little"))
+        parts = [header]
+        for offset in (len(header), size // 2, max(0, size - SAMPLE_BYTES)):
+            file.seek(offset)
+            parts.append(file.read(SAMPLE_BYTES))
+    return b"".join(parts)
+
+
+def resolve_dtype(name: str, device: str = "cpu") -> torch.dtype:
+    """The compute dtype. `auto`: bfloat16 where the hardware multiplies it, else float32.
+
+    On a CPU without avx512_bf16 or AMX a bfloat16 product is emulated: about six times slower.
+    Raises ValueError for another name.
+    """
+    if name == "auto":
+        fast = device != "cpu" or torch.cpu._is_avx512_bf16_supported() or _amx()
+        return torch.bfloat16 if fast else torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise ValueError(f"dtype {name!r} is not one of auto, {', '.join(known)}")
+    return known[name]
+
+
+def _amx() -> bool:
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+@dataclass
+class Target:
+    """A loaded target. `embedding` and `head` are [V, H]; both belong to the frozen model."""
+
+    model: nn.Module
+    dtype: torch.dtype
+    embedding: Tensor
+    head: Tensor
+    final_norm: Tensor
+    num_layers: int
+
+    @torch.inference_mode()
+    def features(self, batch: Sequence[Sequence[int]], taps: Sequence[int]) -> list["Features"]:
+        """One teacher-forced pass: for each sequence its tap outputs and last hidden states.
+
+        batch: token ids, any lengths (padded on the right, which a causal model never sees).
+        """
+        longest = max(len(ids) for ids in batch)
+        padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in batch])
+        padded = padded.to(self.embedding.device)
+        with Taps(self.model, taps) as tapped:
+            last = self.model.model(input_ids=padded, use_cache=False).last_hidden_state
+        joined = tapped.joined()
+        return [
+            Features(taps=joined[i, : len(ids)].clone(), last=last[i, : len(ids)].clone())
+            for i, ids in enumerate(batch)
+        ]
+
+    @torch.inference_mode()
+    def logits(self, last: Tensor) -> Tensor:
+        """Last hidden states [T, H] (after the final norm) -> logits [T, V]."""
+        return last.contiguous() @ self.head.T
+
+
+@dataclass(frozen=True)
+class Features:
+    """taps [T, n_taps*H] and last [T, H] (after the final norm), in the target's dtype."""
+
+    taps: Tensor
+    last: Tensor
+
+
+class Taps:
+    """Context manager that keeps the outputs of the tapped decoder layers of one forward."""
+
+    def __init__(self, model: nn.Module, taps: Sequence[int]):
+        self.layers = [model.model.layers[i] for i in taps]
+        self.outputs: list[Tensor] = []
+
+    def __enter__(self) -> "Taps":
+        self.handles = [layer.register_forward_hook(self._keep) for layer in self.layers]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def joined(self) -> Tensor:
+        """[B, T, n_taps*H] of the forward that ran inside."""
+        return torch.cat(self.outputs, dim=-1)
+
+    def _keep(self, module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        self.outputs.append(output if isinstance(output, Tensor) else output[0])
+
+
+def load_target(folder: str | os.PathLike, dtype: torch.dtype, device: str = "cpu") -> Target:
+    """Load a frozen target in eval mode. Raises ValueError if the folder cannot be loaded."""
+    target_id(folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot load the target in {folder}: {error}") from error
+    model = model.to(device).eval().requires_grad_(False)
+    return Target(
+        model=model,
+        dtype=dtype,
+        embedding=model.get_input_embeddings().weight,
+        head=model.get_output_embeddings().weight,
+        final_norm=model.model.norm.weight,
+        num_layers=model.config.num_hidden_layers,
+    )
+
+
+def load_borrowed(folder: str | os.PathLike, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Only what a drafter borrows: (embedding [V, H], head [V, H], final norm [H]).
+
+    Reads three tensors instead of the whole target: all that training and replay need.
+    """
+    folder = Path(folder)
+    target_id(folder)
+    tensors = _open_tensors(folder)
+    embedding = tensors("model.embed_tokens.weight")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    tied = config.tie_word_embeddings
+    head = embedding if tied else tensors("lm_head.weight").to(dtype)
+    return embedding.to(dtype), head.to(dtype), tensors("model.norm.weight").to(dtype)
+
+
+def _open_tensors(folder: Path):
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+
+    def read(name: str) -> Tensor:
+        path = folder / where.get(name, "model.safetensors")
+        with safe_open(path, framework="pt") as file:
+            if name not in file.keys():
+                raise ValueError(f"{path} has no tensor {name}: this target layout is not known")
+            return file.get_tensor(name)
+
+    return read
