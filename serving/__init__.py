@@ -1,0 +1,1 @@
+"""What lives in or beside the vLLM process: plugin, capture, extraction, server, client."""

