@@ -3,13 +3,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 IDENTITY_FILES = (
     "config.json",
@@ -84,7 +85,6 @@ class Target:
     dtype: torch.dtype
     embedding: Tensor
     head: Tensor
-    final_norm: Tensor
     num_layers: int
 
     @torch.inference_mode()
@@ -154,37 +154,34 @@ def load_target(folder: str | os.PathLike, dtype: torch.dtype, device: str = "cp
         dtype=dtype,
         embedding=model.get_input_embeddings().weight,
         head=model.get_output_embeddings().weight,
-        final_norm=model.model.norm.weight,
         num_layers=model.config.num_hidden_layers,
     )
 
 
-def load_borrowed(folder: str | os.PathLike, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Only what a drafter borrows: (embedding [V, H], head [V, H], final norm [H]).
+def load_borrowed(folder: str | os.PathLike, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Only what a drafter borrows: (embedding [V, H], head [V, H]).
 
-    Reads three tensors instead of the whole target: all that training and replay need.
+    Reads these tensors instead of the whole target: all that training and replay need.
+    Raises ValueError if the folder has another tensor layout.
     """
-    folder = Path(folder)
     target_id(folder)
-    tensors = _open_tensors(folder)
-    embedding = tensors("model.embed_tokens.weight")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    tied = config.tie_word_embeddings
-    head = embedding if tied else tensors("lm_head.weight").to(dtype)
-    return embedding.to(dtype), head.to(dtype), tensors("model.norm.weight").to(dtype)
+    read = open_tensors(folder)
+    embedding, head = read("model.embed_tokens.weight"), read("lm_head.weight")
+    if embedding is None:
+        raise ValueError(f"{folder} has no tensor model.embed_tokens.weight: unknown layout")
+    embedding = embedding.to(dtype)
+    return embedding, embedding if head is None else head.to(dtype)
 
 
-def _open_tensors(folder: Path):
-    from safetensors import safe_open
-
+def open_tensors(folder: str | os.PathLike) -> Callable[[str], Tensor | None]:
+    """A reader of single tensors of a (sharded) safetensors folder; None for an absent name."""
+    folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     where = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
 
-    def read(name: str) -> Tensor:
+    def read(name: str) -> Tensor | None:
         path = folder / where.get(name, "model.safetensors")
         with safe_open(path, framework="pt") as file:
-            if name not in file.keys():
-                raise ValueError(f"{path} has no tensor {name}: this target layout is not known")
-            return file.get_tensor(name)
+            return file.get_tensor(name) if name in file.keys() else None
 
     return read

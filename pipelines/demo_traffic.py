@@ -8,15 +8,11 @@ import random
 from dataclasses import dataclass
 
 TICKET_SYSTEM = "Turn the ticket into JSON."
-TICKET_EXAMPLE = (
-    "Hi, Ana Silva here from Porto. My tablet from order 4410 has a bent frame since noon. "
-    "I would like a discount."
-)
+TICKET_EXAMPLE = "Ana Silva, Porto, order 4410: my tablet has a bent frame since noon. I want a discount."
 TICKET_ANSWER = (
-    '{"customer": "Ana Silva", "city": "Porto", "product": "tablet", "order": 4410, '
-    '"problem": "a bent frame", "since": "noon", "request": "a discount", '
-    '"reply": "Dear Ana Silva, we are sorry that your tablet has a bent frame. '
-    'We will arrange a discount for order 4410."}'
+    '{"name": "Ana Silva", "city": "Porto", "order": 4410, "product": "tablet", '
+    '"problem": "a bent frame", "since": "noon", "wants": "a discount", '
+    '"reply": "Dear Ana Silva, we will arrange a discount for your tablet."}'
 )
 FIRST_NAMES = ["Maria", "John", "Wei", "Fatima", "Lukas", "Olga", "Kofi", "Emma", "Diego", "Yuki"]
 LAST_NAMES = ["Rossi", "Smith", "Chen", "Haddad", "Novak", "Petrov", "Mensah", "Brown", "Lopez", "Sato"]
@@ -32,12 +28,9 @@ PROBLEMS = {
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 REQUESTS = ["a refund", "a replacement", "a repair", "a call back"]
 TICKETS = [
-    "Hi, {name} here from {city}. My {product} from order {order} has {problem} since {day}. "
-    "I would like {request}.",
-    "Hello, this is {name} in {city}. Since {day} the {product} I bought (order {order}) has {problem}. "
-    "Please arrange {request}.",
-    "Order {order}: the {product} has {problem}. It started on {day}. I need {request}. "
-    "{name}, {city}.",
+    "{name}, {city}, order {order}: my {product} has {problem} since {day}. I want {request}.",
+    "This is {name} in {city}. Since {day} my {product} has {problem}. I want {request} for order {order}.",
+    "Order {order} from {city}: the {product} has {problem} since {day}. Send {request}. {name}.",
 ]
 
 TOPICS = ["the moon", "bicycles", "green tea", "volcanoes", "chess", "honey bees", "the ocean",

@@ -1,0 +1,65 @@
+"""Muon for matrices beside AdamW for vectors, and the learning-rate schedule.
+
+torch.optim.Muon orthogonalises in bfloat16 always, which a CPU without bfloat16 units emulates
+several times slower than float32; this one takes the dtype. Same update otherwise.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """Push all singular values of `matrix` [M, N] towards 1 by Newton-Schulz (Jordan 2024)."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.to(dtype)
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+class Muon(Optimizer):
+    """Momentum, then orthogonalised update scaled by sqrt(max(1, rows / columns)); float32 state."""
+
+    def __init__(self, params, lr: float, momentum: float = 0.95, steps: int = 5, dtype=torch.float32):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "steps": steps, "dtype": dtype})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                buffer = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                buffer.lerp_(param.grad, 1 - group["momentum"])
+                look_ahead = param.grad.lerp(buffer, group["momentum"])
+                update = orthogonalise(look_ahead, group["steps"], group["dtype"])
+                scale = math.sqrt(max(1.0, param.shape[0] / param.shape[1]))
+                param.add_(update.to(param.dtype), alpha=-group["lr"] * scale)
+
+
+def build_optimizers(drafter: nn.Module, kind: str, lr: float, dtype: torch.dtype) -> list[Optimizer]:
+    """`muon`: matrices by Muon at `lr`, vectors by AdamW at lr / 10; `adamw`: all by AdamW at lr."""
+    params = [p for p in drafter.parameters() if p.requires_grad]
+    if kind == "adamw":
+        return [AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    if kind != "muon":
+        raise ValueError(f"train.optimizer {kind!r} is not one of muon, adamw")
+    matrices = [p for p in params if p.ndim == 2]
+    vectors = [p for p in params if p.ndim != 2]
+    adamw = AdamW(vectors, lr=lr / 10, betas=(0.9, 0.95), weight_decay=0.0)
+    return [Muon(matrices, lr=lr, dtype=dtype), adamw]
+
+
+def lr_scale(step: int, steps: int, warmup: float) -> float:
+    """Linear warm-up over `warmup` of the steps, then cosine to zero; step counts from 0."""
+    rising = max(1, round(warmup * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))

@@ -1,0 +1,97 @@
+"""Training, without a cluster: which samples and anchors a step takes, and one loss.
+
+Nothing here keeps random state: order, anchors and candidates follow from (seed, step), so a
+resumed run continues exactly, on any number of workers.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash.loss import (
+    Batch,
+    Candidates,
+    FrozenHeadCrossEntropy,
+    Sample,
+    make_batch,
+    sample_anchors,
+    supervised_rows,
+)
+from dflash.model import Drafter, block_embeds
+
+
+def generator(*key: object) -> torch.Generator:
+    """A generator seeded by a hash of `key`: equal keys, equal numbers, on every machine."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def step_indices(step: int, num_samples: int, batch_size: int, seed: int) -> list[tuple[int, int]]:
+    """The samples of a step as (epoch, index): epochs are permutations, laid end to end."""
+    picks = []
+    for i in range(step * batch_size, (step + 1) * batch_size):
+        epoch, offset = divmod(i, num_samples)
+        order = torch.randperm(num_samples, generator=generator("order", seed, epoch))
+        picks.append((epoch, int(order[offset])))
+    return picks
+
+
+def step_batch(
+    samples: Sequence[Sample], picks: Sequence[tuple[int, int]], anchors: int, weights_K: Tensor, seed: int
+) -> Batch:
+    """Samples of a step with fresh anchors, seeded by (seed, epoch, sample id)."""
+    chosen = [
+        sample_anchors(
+            samples[i].loss_mask, anchors, generator("anchors", seed, epoch, samples[i].sample_id)
+        )
+        for epoch, i in picks
+    ]
+    return make_batch([samples[i] for _, i in picks], chosen, weights_K)
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Sums over the supervised slots: weighted loss (with graph), weight, argmax hits, slots."""
+
+    loss: Tensor
+    weight: Tensor
+    hits: int
+    slots: int
+
+
+def step_loss(
+    drafter: Drafter,
+    batch: Batch,
+    embedding: Tensor,
+    head: Tensor,
+    candidates: Candidates,
+    draw: torch.Generator,
+) -> StepLoss:
+    """Forward of one batch. Divide `loss` by the weight summed over all ranks before backward.
+
+    A batch without a supervised slot gives a zero loss on the same graph: no rank hangs.
+    """
+    slots = batch.weights_BNK.shape[-1] + 1
+    context = drafter.context(batch.features_BTF.to(embedding.dtype))
+    embeds = block_embeds(embedding, batch.anchor_tokens_BN, drafter.cfg.mask_token_id, slots)
+    hidden = drafter(context, embeds, batch.anchors_BN)[:, :, 1:]
+    index, labels, weights = supervised_rows(batch)
+    rows = hidden.reshape(-1, hidden.shape[-1])[index]
+    head_rows, correction = candidates.draw(head, draw)
+    loss, hits = FrozenHeadCrossEntropy.apply(
+        rows, head_rows, correction, candidates.position[labels], weights
+    )
+    return StepLoss(loss, weights.sum(), int(hits.sum()), len(labels))
+
+
+def check_finite(loss: Tensor, batch_ids: Sequence[str], step: int) -> None:
+    """Raise ValueError naming the samples of a step whose loss is not finite."""
+    if not math.isfinite(float(loss)):
+        raise ValueError(
+            f"the loss of step {step} is {float(loss)}; its samples: {', '.join(batch_ids)}. "
+            "Lower train.lr, or look at the features of these samples"
+        )

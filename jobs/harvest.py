@@ -1,0 +1,208 @@
+"""flywheel harvest [harvest.backend=vllm] [harvest.workers=2]
+
+<work>/traffic -> <work>/features/<cache key>: one teacher-forced pass of the target over prompt +
+output of every sample that has no features yet. Each Ray actor holds one target and commits its own
+shards; only shard facts travel through Ray.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import ray
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dflash.target import Features, load_target, resolve_dtype, target_id
+from jobs.cli import run_as_module
+from jobs.cluster import cluster
+from jobs.config import Config
+from jobs.console import print_table
+from jobs.shape import target_taps
+from store.features import cache_key, encode
+from store.ids import short_hash
+from store.schemas import FEATURES, features_schema
+from store.shards import (
+    ShardInfo,
+    is_complete,
+    read_dataset,
+    shard_info,
+    sweep,
+    write_manifest,
+    write_shard,
+)
+from store.traffic import read_traffic
+
+FEATURE_DTYPE = "bfloat16"
+CHECKED_POSITIONS = 16
+MIN_ARGMAX_MATCH = 0.9
+"""Near ties make the recorded greedy token differ from our argmax now and then (98.75 % agreed in
+bfloat16 on another engine); below this the features are not those of the model that answered."""
+
+Row = dict[str, Any]
+
+
+class Backend(Protocol):
+    """What a harvest engine must do: features of a batch of token id sequences."""
+
+    def features(self, batch: Sequence[Sequence[int]], taps: Sequence[int]) -> list[Features]: ...
+
+
+def run(cfg: Config) -> dict[str, Any]:
+    """Harvest every sample of traffic/ that has no features; returns the summary.
+
+    Raises ValueError without traffic, and when features fail their checks (lengths, finite, not
+    all zero, argmax agreement on greedy samples).
+    """
+    identity = target_id(cfg.target_path)
+    folder = features_folder(cfg, identity)
+    sweep(folder)
+    traffic = read_traffic(cfg.path("traffic"), identity)
+    if traffic.num_rows == 0:
+        raise ValueError(
+            f"{cfg.path('traffic')} has no sample of target {identity}: run `flywheel ingest` first"
+        )
+    done = set(read_dataset(folder, FEATURES, columns=["sample_id"])["sample_id"].to_pylist())
+    rows = traffic.select(["sample_id", "prompt_ids", "output_ids", "temperature"]).to_pylist()
+    rows = [row for row in rows if row["sample_id"] not in done]
+    shards = _harvest(cfg, rows, folder) if rows else []
+    if shards:
+        key = short_hash(sorted(row["sample_id"] for row in rows))
+        write_manifest(folder, key, shards, {"samples": len(rows), "target_id": identity})
+    summary = {
+        "stage": "harvest",
+        "backend": cfg.harvest.backend,
+        "folder": str(folder),
+        "samples": len(rows),
+        "reused": len(done),
+        "tokens": sum(s.tokens for s in shards),
+        "bytes": sum(s.bytes for s in shards),
+    }
+    names = ["samples", "reused", "tokens", "bytes"]
+    print_table("Features", names, [[summary[name] for name in names]])
+    return summary
+
+
+def features_folder(cfg: Config, identity: str) -> Path:
+    """The cache folder of this target, these taps, this layout."""
+    return cfg.path("features", cache_key(identity, list(target_taps(cfg)), FEATURE_DTYPE))
+
+
+def _harvest(cfg: Config, rows: list[Row], folder: Path) -> list[ShardInfo]:
+    size = cfg.harvest.samples_per_shard
+    chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
+    paths = [folder / f"{short_hash([r['sample_id'] for r in chunk])}.parquet" for chunk in chunks]
+    missing = [(p, c) for p, c in zip(paths, chunks) if not is_complete(p)]
+    with cluster(cfg), tqdm(total=len(rows), desc="harvest", unit="sample") as bar:
+        bar.update(len(rows) - sum(len(chunk) for _, chunk in missing))
+        if missing:
+            _run_actors(cfg, missing, bar)
+    return [shard_info(path) for path in paths]
+
+
+def _run_actors(cfg: Config, missing: list[tuple[Path, list[Row]]], bar: tqdm) -> None:
+    threads = max(1, torch.get_num_threads() // cfg.harvest.workers)
+    actors = [
+        Harvester.options(num_cpus=threads).remote(cfg, threads)
+        for _ in range(min(cfg.harvest.workers, len(missing)))
+    ]
+    pool = ray.util.ActorPool(actors)
+    for rows in pool.map_unordered(lambda actor, item: actor.shard.remote(*item), missing):
+        bar.update(rows)
+
+
+@ray.remote
+class Harvester:
+    """One target engine; writes whole shards."""
+
+    def __init__(self, cfg: Config, threads: int):
+        torch.set_num_threads(threads)
+        self.cfg = cfg
+        self.taps = target_taps(cfg)
+        self.schema: pa.Schema | None = None
+        self.identity = target_id(cfg.target_path)
+        self.head = None
+        self.backend = make_backend(cfg)
+
+    def shard(self, path: Path, rows: list[Row]) -> int:
+        """Harvest `rows` into the shard `path`; returns how many."""
+        found = {}
+        for batch in _batches(rows, self.cfg.harvest.batch_tokens):
+            ids = [[*row["prompt_ids"], *row["output_ids"]] for row in batch]
+            for row, features in zip(batch, self.backend.features(ids, self.taps)):
+                found[row["sample_id"]] = feature_row(row, features, self._head())
+        width = len(found[rows[0]["sample_id"]]["hi"]) // found[rows[0]["sample_id"]]["n_tokens"]
+        schema = features_schema(self.identity, list(self.taps), width // len(self.taps))
+        table = pa.Table.from_pylist([found[row["sample_id"]] for row in rows], schema=schema)
+        write_shard(path, table)
+        return len(rows)
+
+    def _head(self) -> Tensor:
+        if self.head is None:
+            from dflash.target import load_borrowed
+
+            dtype = resolve_dtype(self.cfg.target.dtype)
+            self.head = load_borrowed(self.cfg.target_path, dtype)[1]
+        return self.head
+
+
+def make_backend(cfg: Config) -> Backend:
+    """The engine that `harvest.backend` names, loaded."""
+    dtype = resolve_dtype(cfg.target.dtype)
+    if cfg.harvest.backend == "vllm":
+        from serving.extract import Extractor
+
+        return Extractor(cfg.target_path, target_taps(cfg), dtype)
+    return load_target(cfg.target_path, dtype)
+
+
+def feature_row(row: Row, features: Features, head: Tensor) -> Row:
+    """One FEATURES row. Raises ValueError naming the sample if a check fails."""
+    num_tokens = len(row["prompt_ids"]) + len(row["output_ids"])
+    name = row["sample_id"]
+    if len(features.taps) != num_tokens:
+        raise ValueError(
+            f"sample {name}: {len(features.taps)} features for {num_tokens} tokens; "
+            "is prefix caching on?"
+        )
+    wide = features.taps.float()
+    if not bool(wide.isfinite().all()):
+        raise ValueError(f"sample {name}: features are not finite")
+    if bool((wide.square().mean(1) < 1e-12).any()) or float(wide.std(0).max()) == 0.0:
+        raise ValueError(f"sample {name}: features are zero or the same at all positions")
+    match = argmax_match(row, features.last, head)
+    if row["temperature"] == 0.0 and match < MIN_ARGMAX_MATCH:
+        raise ValueError(
+            f"sample {name}: the target's argmax is the recorded greedy token at only {match:.0%} "
+            "of the checked positions: this target did not write this answer"
+        )
+    hi, lo = encode(features.taps.to(torch.bfloat16))
+    return {"sample_id": name, "n_tokens": num_tokens, "hi": hi, "lo": lo, "argmax_match": match}
+
+
+def argmax_match(row: Row, last: Tensor, head: Tensor) -> float:
+    """Share of up to 16 evenly spaced output positions whose argmax is the recorded token."""
+    num_output = len(row["output_ids"])
+    picks = torch.linspace(0, num_output - 1, min(CHECKED_POSITIONS, num_output)).long()
+    hidden = last[len(row["prompt_ids"]) - 1 + picks].contiguous()
+    recorded = torch.tensor(row["output_ids"])[picks]
+    return float(((hidden @ head.T).argmax(-1) == recorded).float().mean())
+
+
+def _batches(rows: list[Row], batch_tokens: int) -> Iterator[list[Row]]:
+    """Rows of similar length whose padded rectangle holds at most `batch_tokens` (or one row)."""
+    batch: list[Row] = []
+    for row in sorted(rows, key=lambda r: len(r["prompt_ids"]) + len(r["output_ids"])):
+        longest = len(row["prompt_ids"]) + len(row["output_ids"])
+        if batch and longest * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+if __name__ == "__main__":
+    run_as_module("harvest")

@@ -1,0 +1,75 @@
+"""The drafter's shape, derived once from the target's config and the `drafter` section."""
+
+import json
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from dflash.config import DrafterConfig, check_taps, default_taps
+from jobs.config import Config
+
+
+def target_config(cfg: Config) -> dict[str, Any]:
+    """The target's config.json. Raises ValueError if there is none."""
+    path = cfg.target_path / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: set target.path, or run `flywheel target`")
+    return json.loads(path.read_text())
+
+
+def target_taps(cfg: Config) -> tuple[int, ...]:
+    """Explicit drafter.taps, else evenly spaced ones. Raises ValueError if they do not fit."""
+    num_layers = target_config(cfg)["num_hidden_layers"]
+    if cfg.drafter.taps:
+        taps = tuple(cfg.drafter.taps)
+        check_taps(taps, num_layers)
+        return taps
+    return default_taps(num_layers, cfg.drafter.num_taps)
+
+
+def drafter_config(cfg: Config) -> DrafterConfig:
+    """A new drafter: the target's widths, a plain RoPE of the target's base, our depth and block."""
+    target = target_config(cfg)
+    rope = target.get("rope_parameters") or target
+    heads = target["num_attention_heads"]
+    return DrafterConfig(
+        hidden_size=target["hidden_size"],
+        intermediate_size=target["intermediate_size"],
+        num_hidden_layers=cfg.drafter.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=target.get("num_key_value_heads", heads),
+        head_dim=target.get("head_dim") or target["hidden_size"] // heads,
+        vocab_size=target["vocab_size"],
+        max_position_embeddings=target["max_position_embeddings"],
+        rms_norm_eps=target["rms_norm_eps"],
+        rope_theta=rope.get("rope_theta", 10000.0),
+        block_size=cfg.drafter.block_size,
+        num_target_layers=target["num_hidden_layers"],
+        target_layer_ids=target_taps(cfg),
+        mask_token_id=mask_token(cfg, target["vocab_size"]),
+    )
+
+
+def mask_token(cfg: Config, vocab_size: int) -> int:
+    """drafter.mask_token_id, or the highest special token that text and template never use.
+
+    Raises ValueError when no such token exists: falling back to pad or eos would make the mask
+    mean something else to the target's embedding.
+    """
+    if cfg.drafter.mask_token_id >= 0:
+        return cfg.drafter.mask_token_id
+    tokenizer = AutoTokenizer.from_pretrained(cfg.target_path, local_files_only=True)
+    template = tokenizer.chat_template or ""
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    used |= {tokenizer.unk_token_id}
+    free = [
+        index
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special and index not in used and index < vocab_size and str(token) not in template
+    ]
+    if not free:
+        raise ValueError(
+            f"{cfg.target_path} has no unused special token: set drafter.mask_token_id to an id "
+            "that your traffic never contains"
+        )
+    return max(free)

@@ -1,0 +1,99 @@
+"""Tiny random targets and a drafter trained on one of them, in seconds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from dflash.config import DrafterConfig
+from dflash.decode import decode
+from dflash.init import random_drafter
+from dflash.loss import Candidates, Sample, decay_weights
+from dflash.model import Drafter
+from dflash.optim import build_optimizers
+from dflash.target import Target, load_target
+from dflash.train import generator, step_batch, step_indices, step_loss
+
+SHAPE = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    initializer_range=0.4,
+)
+KINDS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
+
+@pytest.fixture(scope="session", params=sorted(KINDS))
+def target_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config, model = KINDS[request.param]
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    model(config(**SHAPE)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def target(target_folder: Path) -> Target:
+    return load_target(target_folder, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def config() -> DrafterConfig:
+    return DrafterConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=97,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        block_size=6,
+        num_target_layers=6,
+        target_layer_ids=(1, 2, 4),
+        mask_token_id=96,
+    )
+
+
+@pytest.fixture(scope="session")
+def drafter(config: DrafterConfig) -> Drafter:
+    return random_drafter(config, seed=0)
+
+
+@pytest.fixture(scope="session")
+def samples(target: Target, config: DrafterConfig) -> list[Sample]:
+    """Greedy answers of the target to random prompts, with its features."""
+    found = []
+    for i in range(12):
+        prompt = torch.randint(0, 90, (5 + i,), generator=generator("prompt", i)).tolist()
+        ids = [*prompt, *decode(target, prompt, max_tokens=40).output_ids]
+        features = target.features([ids], config.target_layer_ids)[0].taps.clone()
+        mask = torch.arange(len(ids)) >= len(prompt)
+        found.append(Sample(f"s{i}", "d", torch.tensor(ids), mask, features))
+    return found
+
+
+@pytest.fixture(scope="session")
+def trained(samples: list[Sample], target: Target, config: DrafterConfig) -> Drafter:
+    """A drafter that has learned some of its training answers: tau well above 1 and below B."""
+    drafter = random_drafter(config, seed=0)
+    optimizers = build_optimizers(drafter, "adamw", 5e-3, torch.float32)
+    candidates = Candidates(torch.arange(97), 97, 0)
+    for step in range(60):
+        batch = step_batch(samples, step_indices(step, 12, 4, 0), 12, decay_weights(5, 4.0), 0)
+        out = step_loss(
+            drafter, batch, target.embedding, target.head, candidates, generator("c", step)
+        )
+        (out.loss / out.weight).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return drafter

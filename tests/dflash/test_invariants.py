@@ -1,0 +1,132 @@
+"""Invariants 1, 2, 3, 4 and 5 of the design, on tiny Llama- and Qwen3-shaped targets."""
+
+import pytest
+import torch
+
+from dflash.acceptance import num_rounds, positions, tau
+from dflash.checkpoint import load_drafter, save_drafter
+from dflash.decode import decode
+from dflash.init import random_drafter
+from dflash.model import block_embeds
+from dflash.replay import Request, draft, replay
+
+ANCHORS = torch.tensor([[7, 10, 20]])
+
+
+def hidden(drafter, target, features, tokens, anchors=ANCHORS):
+    embeds = block_embeds(target.embedding, tokens, drafter.cfg.mask_token_id, 6)
+    with torch.no_grad():
+        return drafter(drafter.context(features), embeds, anchors)
+
+
+def requests(samples):
+    return [
+        Request(s.ids, int((~s.loss_mask).sum()), s.features) for s in samples
+    ]
+
+
+def test_features_at_or_after_the_anchor_change_nothing(drafter, target, samples):
+    features, tokens = samples[0].features[None], torch.tensor([[3, 4, 5]])
+    before = hidden(drafter, target, features, tokens)
+    changed = features.clone()
+    changed[:, 10:] += 1.0
+    after = hidden(drafter, target, changed, tokens)
+    assert torch.equal(before[:, :2], after[:, :2]), "blocks with anchors 7 and 10 saw feature >= 10"
+    assert not torch.equal(before[:, 2], after[:, 2]), "the block with anchor 20 must see it"
+    changed = features.clone()
+    changed[:, 9] += 1.0
+    after = hidden(drafter, target, changed, tokens)
+    assert not torch.equal(before[:, 1], after[:, 1]), "feature 9 is context of anchor 10"
+
+
+def test_another_block_changes_nothing(drafter, target, samples):
+    features = samples[0].features[None]
+    before = hidden(drafter, target, features, torch.tensor([[3, 4, 5]]))
+    after = hidden(drafter, target, features, torch.tensor([[3, 60, 5]]))
+    assert torch.equal(before[:, [0, 2]], after[:, [0, 2]])
+    assert not torch.equal(before[:, 1, 1:], after[:, 1, 1:]), "slots see their own anchor"
+
+
+def test_another_sample_and_padding_change_nothing(drafter, target, samples):
+    short, long = samples[0].features, samples[-1].features
+    padded = torch.nn.utils.rnn.pad_sequence([short, long], batch_first=True)
+    tokens = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    both = hidden(drafter, target, padded, tokens, ANCHORS.expand(2, 3))
+    alone = hidden(drafter, target, short[None], tokens[:1])
+    torch.testing.assert_close(both[:1], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_block_attends_in_both_directions(drafter, target, samples):
+    features = samples[0].features[None]
+    context = drafter.context(features)
+    embeds = block_embeds(target.embedding, torch.tensor([[3]]), drafter.cfg.mask_token_id, 6)
+    changed = embeds.clone()
+    changed[:, :, 5] += 1.0
+    with torch.no_grad():
+        before = drafter(context, embeds, torch.tensor([[9]]))
+        after = drafter(context, changed, torch.tensor([[9]]))
+    assert not torch.equal(before[:, :, 1], after[:, :, 1]), "slot 1 must see slot 5"
+
+
+def test_training_forward_equals_stepwise_cached_forward(drafter, target, samples):
+    """Many blocks over the whole context at once = context built token by token, one block each."""
+    features, tokens = samples[0].features[None], samples[0].ids[ANCHORS]
+    at_once = hidden(drafter, target, features, tokens)[0, :, 1:] @ target.head.T
+    for n, anchor in enumerate(ANCHORS[0].tolist()):
+        with torch.no_grad():
+            parts = [drafter.context(features[:, t : t + 1], start=t) for t in range(anchor)]
+            context = [
+                (torch.cat([p[i][0] for p in parts], 2), torch.cat([p[i][1] for p in parts], 2))
+                for i in range(len(drafter.layers))
+            ]
+            embeds = block_embeds(target.embedding, tokens[:, n : n + 1], 96, 6)
+            alone = drafter(context, embeds, torch.tensor([[anchor]]))[0, 0, 1:] @ target.head.T
+        torch.testing.assert_close(at_once[n], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+def test_replay_equals_reference_decode_round_by_round(trained, target, samples, num_drafts):
+    replayed = replay(trained, target.embedding, target.head, requests(samples), num_drafts)
+    for sample, rounds in zip(samples, replayed):
+        prompt = sample.ids[~sample.loss_mask].tolist()
+        real = decode(target, prompt, 40, (), trained, num_drafts)
+        assert real.output_ids == sample.ids[sample.loss_mask].tolist(), "drafting changed the text"
+        assert real.accepted == rounds
+    assert num_rounds(replayed) < sum(int(s.loss_mask.sum()) - 1 for s in samples), "never accepted"
+
+
+def test_replay_with_end_of_text_equals_reference_decode(trained, target, samples):
+    """An answer that ends inside an accepted run is cut there, in both."""
+    for sample in samples[:6]:
+        prompt = sample.ids[~sample.loss_mask].tolist()
+        answer = sample.ids[sample.loss_mask].tolist()
+        end = answer[13]
+        real = decode(target, prompt, 40, (end,), trained, 5)
+        length = answer.index(end) + 1
+        assert real.output_ids == answer[:length]
+        short = Request(sample.ids[: len(prompt) + length], len(prompt), sample.features)
+        assert replay(trained, target.embedding, target.head, [short], 5) == [real.accepted]
+
+
+def test_oracle_reaches_the_block_size_and_random_stays_near_one(config, target, samples):
+    """A drafter that passes its input through proposes the mask token; an answer of mask tokens
+    is then predicted perfectly."""
+    oracle = random_drafter(config, seed=0)
+    for layer in oracle.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    ids = torch.full((4 + 1 + 5 * 6,), 96)
+    known = Request(ids, 4, torch.randn(len(ids), 96, generator=torch.Generator().manual_seed(0)))
+    accepted = replay(oracle, target.embedding, target.embedding, [known], 5)
+    assert accepted == [[5] * 5]
+    assert tau(accepted) == config.block_size
+    assert positions(accepted, 5) == [1.0] * 5
+    rounds = replay(random_drafter(config, 3), target.embedding, target.head, requests(samples), 5)
+    assert 1.0 <= tau(rounds) < 1.2
+
+
+def test_zero_training_steps_export_the_base_bit_for_bit(drafter, tmp_path):
+    base = save_drafter(drafter, tmp_path / "base", torch.bfloat16)
+    again = save_drafter(load_drafter(base), tmp_path / "again", torch.bfloat16)
+    for name in ("config.json", "model.safetensors"):
+        assert (base / name).read_bytes() == (again / name).read_bytes()
