@@ -1,0 +1,63 @@
+# Every target makes its own .venv first. Variables:
+#   PYTHON  interpreter (>= 3.11) that makes the .venv
+#   TORCH   the torch to install, e.g. TORCH=torch==2.13.0 for PyPI's CUDA build on Linux
+#   ARGS    further arguments for demo, test and the benchmarks, e.g. make demo ARGS="train.steps=50"
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+ARGS ?=
+TORCH ?= torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
+# Asked only when pip's own sources do not have $(TORCH): PyPI has no CPU build for Linux.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+# -qq: errors only; pip can print thousands of lines about package sources that it skips.
+# --no-compile: Python compiles what is imported, when it is imported; all of it takes a minute more.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile
+
+$(INSTALLED): requirements/lock.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("error: Python >= 3.11 is needed, this is "+sys.version.split()[0] \
+	  +": make venv PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing $(TORCH)"
+	@$(PIP) $(TORCH) 2>/dev/null || $(PIP) $(TORCH) --extra-index-url $(TORCH_INDEX)
+	@echo "installing $$(grep -c == requirements/lock.txt) pinned packages (minutes, once)"
+	@$(PIP) -r requirements/lock.txt
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
+
+.PHONY: venv
+venv: $(INSTALLED)  ## make or update .venv
+
+.PHONY: demo
+demo: $(INSTALLED)  ## turn the whole loop once, with a real model, in runs/demo
+	@$(BIN)/flywheel demo $(ARGS)
+
+.PHONY: test
+test: $(INSTALLED)  ## all tests, end to end ones included
+	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: test-fast
+test-fast: $(INSTALLED)  ## the tests that take seconds
+	$(BIN)/python -m pytest -m "not e2e and not slow" $(ARGS)
+
+.PHONY: lint
+lint: $(INSTALLED)  ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench-%: $(INSTALLED)  ## run bench/NAME.py (dashes become underscores); its last line is JSON
+	@$(BIN)/python -m bench.$(subst -,_,$*) $(ARGS)
+
+.PHONY: clean
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help
+help:  ## this text
+	@sed -nE 's/^([a-z%-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | sed 's/bench-%/bench-NAME/' | expand -t 22
