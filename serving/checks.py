@@ -1,0 +1,113 @@
+"""What can be known before a server starts, said in one clear message; and what its log says."""
+
+import errno
+import json
+import re
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dflash.checkpoint import read_config
+from dflash.config import DrafterConfig
+
+# What the log says when a phase of the start begins -> what to tell the user meanwhile.
+PHASES = {
+    "Initializing a V1 LLM engine": "starting the engine",
+    "Starting to load model": "loading weights",
+    "KV cache size": "warming up",
+    "Starting vLLM server": "opening the port",
+}
+_PREFIX = re.compile(r"^(\(\w[^)]*pid=\d+\)\s*)?([A-Z]+ [\d-]+ [\d:.]+ \[[^]]*\]\s*)?")
+_ERROR = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit)|\S+: error): .+")
+# They only report that a child failed; the child's own error stands above them.
+_REPORTS = ("Engine core initialization failed", "WorkerProc initialization failed")
+
+
+def check_target(target: Path | str) -> dict[str, Any]:
+    """The target's config. Raises ValueError if the folder does not hold a model."""
+    folder = Path(target)
+    config, weights = folder / "config.json", list(folder.glob("*.safetensors"))
+    if not config.is_file() or not weights:
+        raise ValueError(
+            f"target {folder} is not a model folder: it needs config.json and *.safetensors "
+            "(`flywheel target` makes one, target.path points to your own)"
+        )
+    return json.loads(config.read_text())
+
+
+def check_drafter(
+    drafter: Path | str | None, target: Path | str, k: int, max_model_len: int
+) -> int:
+    """K for this drafter on this target: `k`, or block_size - 1 if it is 0; 0 without a drafter.
+
+    Raises ValueError for a drafter that was made for another target's shape, a K that its block
+    does not hold, or positions that end before the longest request: vLLM would crash on the
+    first, and stop drafting for whole batches on the last.
+    """
+    if drafter is None:
+        if k:
+            raise ValueError(f"k = {k} needs a drafter: name its folder, or leave k at 0")
+        return 0
+    config = read_config(drafter)
+    _check_shapes(drafter, config, check_target(target))
+    if not 0 <= k <= config.num_drafts:
+        raise ValueError(
+            f"k = {k}: drafter {drafter} has blocks of {config.block_size}, "
+            f"so k lies in 1..{config.num_drafts} (0: {config.num_drafts})"
+        )
+    k = k or config.num_drafts
+    if config.max_position_embeddings < max_model_len + k:
+        raise ValueError(
+            f"drafter {drafter}: max_position_embeddings {config.max_position_embeddings} < "
+            f"served length {max_model_len} + k {k}: lower max_model_len to "
+            f"{config.max_position_embeddings - k}, or train a drafter with more positions"
+        )
+    return k
+
+
+def _check_shapes(drafter: Path | str, config: DrafterConfig, target: dict[str, Any]) -> None:
+    pairs = {
+        "hidden_size": (config.hidden_size, target["hidden_size"]),
+        "vocab_size": (config.vocab_size, target["vocab_size"]),
+        "layers": (config.num_target_layers, target["num_hidden_layers"]),
+    }
+    unlike = [f"{name} {a} != {b}" for name, (a, b) in pairs.items() if a != b]
+    if unlike:
+        raise ValueError(
+            f"drafter {drafter} was made for another target: {', '.join(unlike)} (drafter != target)"
+        )
+
+
+def free_port(host: str, port: int) -> int:
+    """`port` if it can be opened on `host`, a free one for 0. Raises ValueError if it is taken."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(
+                    f"port {port} on {host} is in use: stop what listens there, or choose "
+                    "another port (serve.port=0 takes a free one)"
+                ) from error
+            raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        return probe.getsockname()[1]
+
+
+def phase(lines: Iterable[str]) -> str:
+    """What a starting vLLM is doing, by the last phase its log names."""
+    found = "importing vLLM"
+    for line in lines:
+        found = next((text for mark, text in PHASES.items() if mark in line), found)
+    return found
+
+
+def last_error(lines: Iterable[str]) -> str | None:
+    """The last error a vLLM log states, without time stamps and without reports about children."""
+    found = None
+    for line in lines:
+        text = _PREFIX.sub("", line.strip())
+        if _ERROR.match(text) and not any(report in text for report in _REPORTS):
+            found = text
+    return found

