@@ -2,17 +2,15 @@
 
 import hashlib
 import json
-import sys
-from array import array
 from collections.abc import Sequence
 
+import numpy as np
 
-def _token_bytes(ids: Sequence[int]) -> bytes:
-    packed = array("i", ids)
-    assert packed.itemsize == 4
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+Ids = Sequence[int] | np.ndarray
+
+
+def _token_bytes(ids: Ids) -> bytes:
+    return np.asarray(ids, "<i4").tobytes()
 
 
 def short_hash(value: object) -> str:
@@ -21,7 +19,9 @@ def short_hash(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def sample_id(target_id: str, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> str:
+def sample_id(
+    target_id: str, prompt_ids: Sequence[int] | np.ndarray, output_ids: Sequence[int] | np.ndarray
+) -> str:
     """32 hex digits naming one training sample. Lengths are hashed, so a moved boundary between
     prompt and output gives another id.
     """
@@ -32,7 +32,7 @@ def sample_id(target_id: str, prompt_ids: Sequence[int], output_ids: Sequence[in
     return digest.hexdigest()[:32]
 
 
-def prompt_conversation(prompt_ids: Sequence[int]) -> str:
+def prompt_conversation(prompt_ids: Ids) -> str:
     """Conversation id for a record that names none: equal prompts share a conversation, so that
     repeats of one prompt never fall on both sides of the split.
     """

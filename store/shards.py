@@ -27,6 +27,7 @@ __all__ = [
     "ShardInfo",
     "is_complete",
     "read_dataset",
+    "read_manifest",
     "read_manifests",
     "shard_info",
     "shard_paths",
@@ -153,6 +154,12 @@ def _load_manifest(path: Path) -> dict[str, Any]:
         return json.loads(path.read_bytes())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a manifest ({error}); remove it and run again") from error
+
+
+def read_manifest(folder: Path, key: str) -> dict[str, Any] | None:
+    """The manifest `key`, replaced or not; None if that work was never finished."""
+    path = folder / "manifests" / f"{key}.json"
+    return _load_manifest(path) if path.exists() else None
 
 
 def read_manifests(folder: Path) -> list[dict[str, Any]]:
