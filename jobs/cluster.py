@@ -22,11 +22,8 @@ def cluster(cfg: Config) -> Iterator[None]:
     if cfg.ray.address:
         ray.init(address=cfg.ray.address)
     else:
-        ray.init(
-            num_cpus=cfg.ray.num_cpus or None,
-            include_dashboard=False,
-            logging_level=logging.WARNING,
-        )
+        cpus = cfg.ray.num_cpus or None
+        ray.init(num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
     try:
         yield
     finally:
