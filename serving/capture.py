@@ -230,6 +230,6 @@ def _never_raising() -> Any:
     """A fault of the capture is logged and counted; the request it happened in goes on."""
     try:
         yield
-    except Exception:  # noqa: BLE001 - whatever it is, a served request comes first
+    except Exception:  # whatever it is, a served request comes first
         _count("failed")
         logger.exception("capture failed")

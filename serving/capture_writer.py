@@ -67,7 +67,7 @@ class Writer:
         for exchange, size in self._exchanges():
             try:
                 self._write(exchange)
-            except Exception:  # noqa: BLE001 - one bad exchange must not end the capture
+            except Exception:  # one bad exchange must not end the capture
                 self.count("failed", 1)
                 logger.exception("capture failed")
             with self._changed:

@@ -1,4 +1,4 @@
-"""Requests to a served model, many at a time: answers with their token ids, speed, greedy checks."""
+"""Requests to a served model, many at a time: answers with their token ids, and speed."""
 
 import asyncio
 import statistics
@@ -43,6 +43,7 @@ class Completion:
     text: str
     finish_reason: str
     spec: dict[str, Any] | None
+    top_logprobs: list[dict[int, float]]  # per output token, where `extra` asked for them
     started: float  # seconds since the epoch
     seconds: float
 
@@ -106,9 +107,16 @@ async def _ask(client: httpx.AsyncClient, request: Request) -> Completion:
         text=choice["message"]["content"] if request.is_chat else choice["text"],
         finish_reason=choice["finish_reason"],
         spec=(body.get("metrics") or {}).get("speculative_decoding"),
+        top_logprobs=_top_logprobs(choice),
         started=started,
         seconds=time.perf_counter() - clock,
     )
+
+
+def _top_logprobs(choice: dict[str, Any]) -> list[dict[int, float]]:
+    """Of /v1/completions with `return_tokens_as_token_ids`, whose keys read "token_id:123"."""
+    positions = (choice.get("logprobs") or {}).get("top_logprobs") or []
+    return [{int(key.partition(":")[2]): p for key, p in top.items()} for top in positions]
 
 
 def _as_http(request: Request) -> tuple[str, dict[str, Any], dict[str, str]]:

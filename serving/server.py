@@ -1,9 +1,9 @@
 """A vLLM server as a context manager: checked before it starts, stopped however its user ends.
 
-with Server("target", drafter="drafter", log="serve.log") as server:
-    print(server.url)
+Used as `with Server("target", drafter="drafter", log="serve.log") as server: ... server.url`.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -113,9 +113,8 @@ class Server:
         process, self._process = self._process, None
         _signal_group(process.pid, signal.SIGTERM)
         try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
         finally:  # a second Ctrl-C must not leave anything behind either
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
@@ -194,7 +193,5 @@ def vllm_runs_on_cpu() -> bool:
 
 
 def _signal_group(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
-    except ProcessLookupError:
-        pass

@@ -1,0 +1,71 @@
+"""Run vLLM with the target and, if named, a drafter, until Ctrl-C.
+
+flywheel serve --config my.yaml serve.drafter=champion serve.capture=runs/my/capture
+python -m jobs.serve serve.port=8001
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from dflash.target import resolve_dtype, target_id
+from jobs.cli import run_as_module
+from jobs.config import Config
+from jobs.console import console
+from serving.server import SERVED_NAME, Server
+
+
+def server(cfg: Config) -> Server:
+    """The server that the configuration describes, not started."""
+    serve = cfg.serve
+    drafter, name = _drafter(cfg)
+    return Server(
+        cfg.target_path,
+        drafter=drafter,
+        k=serve.k,
+        host=serve.host,
+        port=serve.port,
+        dtype=str(resolve_dtype(cfg.target.dtype)).removeprefix("torch."),
+        max_model_len=serve.max_model_len,
+        max_num_seqs=serve.max_num_seqs,
+        kv_cache_gib=serve.kv_cache_gib,
+        eager=serve.eager,
+        capture=serve.capture or None,
+        target_id=target_id(cfg.target_path),
+        drafter_version=name,
+        log=cfg.path("logs", "serve.log"),
+        args=tuple(serve.args),
+    )
+
+
+def run(cfg: Config) -> dict[str, Any]:
+    """Serve until Ctrl-C or the end of vLLM; returns where and for how long."""
+    started = time.monotonic()
+    with server(cfg) as running:
+        drafting = f"drafter {running.drafter}, k {running.k}" if running.drafter else "no drafter"
+        console.print(f"{running.url}/v1 serves {cfg.target_path} as {SERVED_NAME!r}, {drafting}")
+        console.print(f"log: {running.log}; Ctrl-C stops")
+        try:
+            code = running.wait()
+        except KeyboardInterrupt:
+            code = 0
+    seconds = round(time.monotonic() - started, 1)
+    return {"ok": code == 0, "url": running.url, "k": running.k, "seconds": seconds}
+
+
+def _drafter(cfg: Config) -> tuple[Path | None, str | None]:
+    """(folder, version) of serve.drafter; (None, None) without one."""
+    if cfg.serve.drafter != "champion":
+        folder = Path(cfg.serve.drafter).absolute()
+        return (folder, folder.name) if cfg.serve.drafter else (None, None)
+    from jobs.registry import resolve
+
+    found = resolve(cfg, "champion")
+    if found is None:
+        raise ValueError("there is no champion yet: `flywheel promote`, or name a drafter folder")
+    version, folder = found
+    return folder, version
+
+
+if __name__ == "__main__":
+    run_as_module("serve")
