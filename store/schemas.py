@@ -54,7 +54,7 @@ ACCEPTANCE = pa.schema(
         ("sample_id", pa.string()),
         ("conversation_id", pa.string()),
         ("origin", pa.string()),  # replay | decode | served
-        ("drafter_version", pa.string()),
+        ("drafter_version", pa.string()),  # store.ids.drafter_version of the weights
         ("target_id", pa.string()),
         ("domain", pa.string()),
         ("k", pa.int32()),
@@ -67,6 +67,22 @@ ACCEPTANCE = pa.schema(
         ("started_at", TIMESTAMP),
         ("finished_at", TIMESTAMP),
         ("replica", pa.string()),
+    ]
+)
+
+PROMOTIONS = pa.schema(
+    [
+        ("number", pa.int32()),
+        ("decided_at", TIMESTAMP),
+        ("action", pa.string()),  # promote | refuse | rollback
+        ("who", pa.string()),
+        ("model", pa.string()),
+        ("from_version", pa.string()),  # champion in the registry before the decision
+        ("from_drafter", pa.string()),  # the same as drafter_version in acceptance rows
+        ("to_version", pa.string()),  # what was decided about
+        ("to_drafter", pa.string()),
+        ("reason", pa.string()),
+        ("evidence", pa.string()),  # JSON
     ]
 )
 

@@ -1,0 +1,106 @@
+"""flywheel sql tau_by_domain_and_version     (or a path to your own file; no name: list them)
+
+One question over the work folder, answered by DuckDB. Views `acceptance`, `traffic`, `rejects`,
+`promotions`, `champion` and the macros of sql/00_sources.sql are there already. Reads what
+manifests publish, writes nothing.
+"""
+
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+import sql
+from jobs.cli import run_as_module
+from jobs.config import Config
+from jobs.console import console, print_table
+from store import promotions
+from store.schemas import ACCEPTANCE, REJECTS, TRAFFIC
+from store.shards import shard_paths
+
+FOLDER = Path(next(iter(sql.__path__)))
+SOURCES = "00_sources.sql"
+DATASETS = {
+    "acceptance_rows": ("acceptance", ACCEPTANCE),
+    "traffic_rows": ("traffic", TRAFFIC),
+    "reject_rows": ("rejects", REJECTS),
+}
+MAX_SUMMARY_ROWS = 200
+
+
+def run(cfg: Config) -> dict[str, Any]:
+    """Answer `sql.question` and print the table; returns it, cut to MAX_SUMMARY_ROWS rows.
+
+    Raises ValueError for a question that does not exist and for SQL that DuckDB refuses.
+    """
+    if not cfg.sql.question:
+        names = questions()
+        print_table("Questions", ["name", "what it answers"], [(n, _title(n)) for n in names])
+        return {"stage": "sql", "questions": names}
+    path = find_question(cfg.sql.question)
+    if not shard_paths(cfg.path("acceptance")):
+        console.print(f"note: {cfg.path('acceptance')} is empty; `flywheel evaluate` fills it")
+    table = ask(cfg, path.read_text(), str(path))
+    rows = [[_plain(row[name]) for name in table.column_names] for row in table.to_pylist()]
+    print_table(path.stem, table.column_names, rows)
+    return {
+        "stage": "sql",
+        "question": path.stem,
+        "columns": table.column_names,
+        "num_rows": table.num_rows,
+        "rows": rows[:MAX_SUMMARY_ROWS],
+    }
+
+
+def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
+    """The result of `query` over the work folder. Raises ValueError starting with `name`."""
+    with connect(cfg) as connection:
+        try:
+            return connection.sql(query).to_arrow_table()
+        except duckdb.Error as error:
+            raise ValueError(f"{name}: {error}") from error
+
+
+def connect(cfg: Config) -> duckdb.DuckDBPyConnection:
+    """An in-memory DuckDB with the views and macros over the published files of the work folder."""
+    connection = duckdb.connect()
+    for view, (folder, schema) in DATASETS.items():
+        paths = [str(path) for path in shard_paths(cfg.path(folder))]
+        if paths:
+            connection.read_parquet(paths, hive_partitioning=False).create_view(view)
+        else:
+            connection.register(view, schema.empty_table())  # a glob over nothing is an error
+    connection.register("promotion_rows", promotions.read_table(cfg.path("promotions")))
+    connection.execute((FOLDER / SOURCES).read_text())
+    return connection
+
+
+def questions() -> list[str]:
+    """Names of the questions in sql/."""
+    return sorted(path.stem for path in FOLDER.glob("*.sql") if path.name != SOURCES)
+
+
+def find_question(name: str) -> Path:
+    """The file of a question: a name from sql/ or a path."""
+    own = FOLDER / f"{name.removesuffix('.sql')}.sql"
+    for path in (Path(name), own):
+        if path.is_file():
+            return path
+    raise ValueError(f"no question {name!r}: give a path or one of {', '.join(questions())}")
+
+
+def _title(name: str) -> str:
+    return (FOLDER / f"{name}.sql").read_text().splitlines()[0].removeprefix("-- ")
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return value.isoformat() if isinstance(value, date | datetime) else str(value)
+
+
+if __name__ == "__main__":
+    run_as_module("sql")

@@ -1,0 +1,64 @@
+-- How far does a draft get? Share of rounds in which draft token `position` was accepted, and the
+-- share among the rounds that got as far as the position before.
+with requests as (
+    select origin, drafter_version, k, temperature, accepted, rounds, target_id
+    from acceptance
+),
+
+positions as (
+    select
+        origin,
+        drafter_version,
+        k,
+        temperature,
+        target_id,
+        accepted,
+        rounds,
+        unnest(range(1, k + 1)) as position
+    from requests
+),
+
+rates as (
+    select
+        origin,
+        drafter_version,
+        k,
+        temperature,
+        target_id,
+        position,
+        sum(rounds) as rounds,
+        accept_rate_at(accepted, position) as accept_rate
+    from positions
+    group by all
+),
+
+final as (
+    select
+        origin,
+        drafter_version,
+        k,
+        temperature,
+        position,
+        rounds,
+        accept_rate,
+        accept_rate / nullif(coalesce(lag(accept_rate) over drafter, 1), 0) as accept_rate_given_previous,
+        target_id
+    from rates
+    window drafter as (
+        partition by target_id, origin, drafter_version, k, temperature
+        order by position
+    )
+)
+
+select
+    origin,
+    drafter_version,
+    k,
+    temperature,
+    position,
+    rounds,
+    accept_rate,
+    accept_rate_given_previous,
+    target_id
+from final
+order by target_id, drafter_version, origin, k, temperature, position

@@ -1,0 +1,38 @@
+-- How many tokens does a round give, by drafter and domain?
+with requests as (
+    select target_id, origin, drafter_version, k, temperature, domain, accepted, rounds
+    from acceptance
+),
+
+final as (
+    select
+        origin,
+        drafter_version,
+        k,
+        temperature,
+        if(grouping(domain) = 1, '(all)', domain) as domain,
+        count(*) as requests,
+        sum(rounds) as rounds,
+        tau(accepted) as tau_tokens_per_round,
+        tau_macro(accepted) as tau_macro,
+        target_id
+    from requests
+    group by grouping sets (
+        (target_id, origin, drafter_version, k, temperature, domain),
+        (target_id, origin, drafter_version, k, temperature)
+    )
+)
+
+select
+    origin,
+    drafter_version,
+    k,
+    temperature,
+    domain,
+    requests,
+    rounds,
+    tau_tokens_per_round,
+    tau_macro,
+    target_id
+from final
+order by target_id, drafter_version, origin, k, temperature, domain

@@ -1,0 +1,176 @@
+"""SQL over real Parquet says what dflash.acceptance says."""
+
+import json
+import random
+
+import pyarrow as pa
+import pytest
+
+from dflash import acceptance
+from jobs import cli
+from jobs import sql as sql_stage
+from jobs.config import load
+from store import promotions
+from store.schemas import ACCEPTANCE
+from store.shards import write_manifest, write_shard
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    return load(None, [f"work={tmp_path}"])
+
+
+def rows(version, n, k=7, seed=0, **changes):
+    """Requests with 0 to 20 rounds over two domains."""
+    rng = random.Random(seed)
+    for i in range(n):
+        accepted = [rng.randint(0, k) for _ in range(rng.choice([0, 1, 5, 20]))]
+        yield (
+            dict.fromkeys(ACCEPTANCE.names)
+            | {
+                "request_id": f"r{i}",
+                "sample_id": f"s{i}",
+                "conversation_id": f"c{i}",
+                "origin": "replay",
+                "drafter_version": version,
+                "target_id": "t",
+                "domain": "ab"[i % 2],
+                "k": k,
+                "block_size": k + 1,
+                "temperature": 0.0,
+                "accepted": accepted,
+                "drafted": [k] * len(accepted),
+                "prompt_tokens": 5,
+                "output_tokens": sum(accepted) + len(accepted) + 1,
+            }
+            | changes
+        )
+
+
+def publish(cfg, key, requests):
+    folder = cfg.path("acceptance")
+    table = pa.Table.from_pylist(list(requests), schema=ACCEPTANCE)
+    write_manifest(folder, key, [write_shard(folder / f"{key}.parquet", table)], {})
+    return table.to_pylist()
+
+
+def ask(cfg, question):
+    query = sql_stage.find_question(question).read_text()
+    return sql_stage.ask(cfg, query, question).to_pylist()
+
+
+def test_tau_equals_the_definition(cfg):
+    data = publish(cfg, "a", rows("d1", 300))
+    found = {row["domain"]: row for row in ask(cfg, "tau_by_domain_and_version")}
+    assert set(found) == {"a", "b", "(all)"}
+    for domain, row in found.items():
+        counts = [r["accepted"] for r in data if domain in ("(all)", r["domain"])]
+        assert row["tau_tokens_per_round"] == pytest.approx(acceptance.tau(counts), rel=1e-12)
+        assert row["tau_macro"] == pytest.approx(acceptance.tau_macro(counts), rel=1e-12)
+        assert (row["requests"], row["rounds"]) == (len(counts), acceptance.num_rounds(counts))
+
+
+def test_example_of_the_definition(cfg):
+    base = next(rows("d1", 1))
+    publish(cfg, "a", [base | {"accepted": [2, 0]}, base | {"accepted": [1], "domain": "b"}])
+    (row,) = [r for r in ask(cfg, "tau_by_domain_and_version") if r["domain"] == "(all)"]
+    assert (row["tau_tokens_per_round"], row["tau_macro"]) == (2.0, 2.0)
+
+
+def test_micro_and_macro_are_told_apart(cfg):
+    """fault d1: 90 accepted in 10 rounds and 1 in 100: macro 5.5, micro 1.83."""
+    base = next(rows("d1", 1))
+    first, second = {"accepted": [9] * 10}, {"accepted": [1] + [0] * 99}
+    publish(cfg, "a", [base | first, base | second])
+    row = ask(cfg, "tau_by_domain_and_version")[0]
+    assert row["tau_tokens_per_round"] == pytest.approx(201 / 110)
+    assert row["tau_macro"] == pytest.approx((10 + 1.01) / 2)
+
+
+def test_positions_equal_the_definition(cfg):
+    data = publish(cfg, "a", rows("d1", 300))
+    counts = [r["accepted"] for r in data]
+    found = ask(cfg, "acceptance_by_position")
+    assert [row["position"] for row in found] == list(range(1, 8))
+    assert [row["accept_rate"] for row in found] == pytest.approx(acceptance.positions(counts, 7))
+    assert found[0]["accept_rate"] == found[0]["accept_rate_given_previous"]
+    assert sum(r["accept_rate"] for r in found) + 1 == pytest.approx(acceptance.tau(counts))
+
+
+def test_different_k_origins_and_temperatures_are_not_mixed(cfg):
+    publish(cfg, "a", rows("d1", 10))
+    publish(cfg, "b", rows("d1", 10, k=3))
+    publish(cfg, "c", rows("d1", 10, origin="served"))
+    publish(cfg, "d", rows("d1", 10, temperature=1.0))
+    found = [r for r in ask(cfg, "tau_by_domain_and_version") if r["domain"] == "(all)"]
+    assert [r["requests"] for r in found] == [10] * 4
+
+
+def test_requests_without_rounds_have_no_tau(cfg):
+    publish(cfg, "a", [next(rows("d1", 1)) | {"accepted": []}])
+    row = ask(cfg, "tau_by_domain_and_version")[0]
+    assert (row["tau_tokens_per_round"], row["tau_macro"], row["rounds"]) == (None, None, 0)
+
+
+def test_champion_against_challenger_is_paired(cfg):
+    old = publish(cfg, "a", rows("d1", 40))
+    new = publish(cfg, "b", rows("d2", 30, seed=1))
+    publish(cfg, "c", rows("d2", 40, k=3))  # another k: no pair
+    decide(cfg, "refuse", "3", "d3")
+    decide(cfg, "promote", "1", "d1")
+    found = {row["domain"]: row for row in ask(cfg, "champion_vs_challenger")}
+    assert set(found) == {"a", "b", "(all)"}
+    row = found["(all)"]
+    assert (row["challenger"], row["pairs"]) == ("d2", 30)
+    assert row["champion_tau"] == pytest.approx(acceptance.tau([r["accepted"] for r in old[:30]]))
+    assert row["challenger_tau"] == pytest.approx(acceptance.tau([r["accepted"] for r in new]))
+
+
+def decide(cfg, action, version, drafter):
+    record = {"action": action, "to_version": version, "to_drafter": drafter, "evidence": {"a": 1}}
+    promotions.append(cfg.path("promotions"), record)
+
+
+def test_without_a_champion_there_is_nothing_to_compare(cfg):
+    publish(cfg, "a", rows("d1", 4))
+    assert ask(cfg, "champion_vs_challenger") == []
+
+
+@pytest.mark.parametrize("question", sql_stage.questions())
+def test_every_question_works_on_an_empty_work_folder(cfg, question, capsys):
+    assert cli.main(["sql", question, f"work={cfg.work}"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["rows"] == []
+    assert "is empty" in err
+
+
+def test_own_question_with_the_views_and_macros(cfg, tmp_path, capsys):
+    data = publish(cfg, "a", rows("d1", 20))
+    own = tmp_path / "mine.sql"
+    own.write_text("select tau(accepted) as tau, max(started_at) as at, now() as n from acceptance")
+    assert cli.main(["sql", str(own), f"work={cfg.work}"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["columns"] == ["tau", "at", "n"]
+    assert summary["rows"][0][0] == pytest.approx(acceptance.tau([r["accepted"] for r in data]))
+
+
+def test_wrong_questions_are_one_message(cfg, tmp_path, capsys):
+    assert cli.main(["sql", "nonsense", f"work={cfg.work}"]) == 2
+    assert "one of acceptance_by_position" in capsys.readouterr().err
+    own = tmp_path / "mine.sql"
+    own.write_text("selec 1")
+    assert cli.main(["sql", str(own), f"work={cfg.work}"]) == 2
+    assert "mine.sql: Parser Error" in capsys.readouterr().err
+
+
+def test_damaged_acceptance_file_is_named(cfg, capsys):
+    publish(cfg, "a", rows("d1", 20))
+    path = cfg.path("acceptance", "a.parquet")
+    path.write_bytes(path.read_bytes()[:-5])
+    assert cli.main(["sql", "acceptance_by_position", f"work={cfg.work}"]) == 2
+    assert "a.parquet" in capsys.readouterr().err
+
+
+def test_questions_are_listed(cfg, capsys):
+    assert cli.main(["sql", f"work={cfg.work}"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["questions"]) >= 3
