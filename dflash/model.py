@@ -36,7 +36,10 @@ class Attention(nn.Module):
     def __init__(self, cfg: DrafterConfig):
         super().__init__()
         self.head_dim = cfg.head_dim
-        heads, kv_heads = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+        heads, kv_heads = (
+            cfg.num_attention_heads * cfg.head_dim,
+            cfg.num_key_value_heads * cfg.head_dim,
+        )
         self.q_proj = nn.Linear(cfg.hidden_size, heads, bias=False)
         self.k_proj = nn.Linear(cfg.hidden_size, kv_heads, bias=False)
         self.v_proj = nn.Linear(cfg.hidden_size, kv_heads, bias=False)
@@ -101,7 +104,9 @@ class Drafter(nn.Module):
     def __init__(self, cfg: DrafterConfig):
         super().__init__()
         self.cfg = cfg
-        self.fc = nn.Linear(len(cfg.target_layer_ids) * cfg.hidden_size, cfg.hidden_size, bias=False)
+        self.fc = nn.Linear(
+            len(cfg.target_layer_ids) * cfg.hidden_size, cfg.hidden_size, bias=False
+        )
         self.hidden_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
@@ -151,7 +156,9 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return (x * cos + turned * sin).to(x.dtype)
 
 
-def block_embeds(embedding: Tensor, anchor_tokens_BN: Tensor, mask_token_id: int, slots: int) -> Tensor:
+def block_embeds(
+    embedding: Tensor, anchor_tokens_BN: Tensor, mask_token_id: int, slots: int
+) -> Tensor:
     """Target embedding rows of [anchor, mask, ..., mask]: [B, N, slots, H]."""
     tokens = anchor_tokens_BN.new_full((*anchor_tokens_BN.shape, slots), mask_token_id)
     tokens[..., 0] = anchor_tokens_BN

@@ -29,7 +29,9 @@ def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 class Muon(Optimizer):
     """Momentum, then orthogonalised update scaled by sqrt(max(1, rows / columns)); float32 state."""
 
-    def __init__(self, params, lr: float, momentum: float = 0.95, steps: int = 5, dtype=torch.float32):
+    def __init__(
+        self, params, lr: float, momentum: float = 0.95, steps: int = 5, dtype=torch.float32
+    ):
         super().__init__(params, {"lr": lr, "momentum": momentum, "steps": steps, "dtype": dtype})
 
     @torch.no_grad()
@@ -44,7 +46,9 @@ class Muon(Optimizer):
                 param.add_(update.to(param.dtype), alpha=-group["lr"] * scale)
 
 
-def build_optimizers(drafter: nn.Module, kind: str, lr: float, dtype: torch.dtype) -> list[Optimizer]:
+def build_optimizers(
+    drafter: nn.Module, kind: str, lr: float, dtype: torch.dtype
+) -> list[Optimizer]:
     """`muon`: matrices by Muon at `lr`, vectors by AdamW at lr / 10; `adamw`: all by AdamW at lr."""
     params = [p for p in drafter.parameters() if p.requires_grad]
     if kind == "adamw":

@@ -69,7 +69,9 @@ def _walk(
     while len(active):
         live = _select(context, active, int(anchors[active].max()))
         here, row = anchors[active], ids[active]
-        drafts = draft(drafter, embedding, head, live, row.gather(1, here[:, None]), here, num_drafts)
+        drafts = draft(
+            drafter, embedding, head, live, row.gather(1, here[:, None]), here, num_drafts
+        )
         where = (here[:, None] + 1 + torch.arange(num_drafts)).clamp(max=ids.shape[1] - 1)
         matched = (drafts == row.gather(1, where)).long().cumprod(1).sum(1)
         counts = torch.minimum(matched, ends[active] - here - 1)

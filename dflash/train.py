@@ -41,7 +41,11 @@ def step_indices(step: int, num_samples: int, batch_size: int, seed: int) -> lis
 
 
 def step_batch(
-    samples: Sequence[Sample], picks: Sequence[tuple[int, int]], anchors: int, weights_K: Tensor, seed: int
+    samples: Sequence[Sample],
+    picks: Sequence[tuple[int, int]],
+    anchors: int,
+    weights_K: Tensor,
+    seed: int,
 ) -> Batch:
     """Samples of a step with fresh anchors, seeded by (seed, epoch, sample id)."""
     chosen = [

@@ -21,6 +21,7 @@ from jobs.settings import to_yaml
 
 STAGES = {
     "target": ("jobs.target", "fetch and convert the demo target"),
+    "traffic": ("jobs.traffic", "the demo's simulated clients -> capture/"),
     "ingest": ("jobs.ingest", "request logs -> traffic/"),
     "harvest": ("jobs.harvest", "traffic/ -> features/, one pass of the target"),
     "train": ("jobs.train", "features/ -> a drafter"),
@@ -28,6 +29,7 @@ STAGES = {
     "promote": ("jobs.promote", "make an evaluated drafter the champion, if the gate passes"),
     "rollback": ("jobs.rollback", "make the previous champion the champion again"),
     "serve": ("jobs.serve", "run vLLM with the target and a drafter"),
+    "verify": ("jobs.verify", "serve the champion: served beside replayed tau, text, speed"),
     "report": ("jobs.report", "one HTML page about what was measured"),
     "sql": ("jobs.sql", "answer a question over acceptance/ (flywheel sql NAME)"),
     "doctor": ("jobs.doctor", "check this machine and say what to do"),

@@ -7,10 +7,10 @@ A default lives here and nowhere else. Unknown keys and wrong types are refused 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jobs.settings import build, parse_overrides, read_yaml, setting
 
@@ -115,6 +115,14 @@ class Train:
     lr: float = setting(5e-3, "peak learning rate", minimum=0)
     warmup: float = setting(0.05, "share of the steps with rising learning rate", minimum=0)
     gamma: float = setting(4.0, "decay of the loss over slots: exp(-(k - 1) / gamma)", minimum=0)
+    clip: float = setting(1.0, "largest gradient norm", minimum=0)
+    random_candidates: int = setting(
+        4096,
+        "tokens drawn per step to stand for all that the training answers never contain; "
+        "the vocabulary size or more: the exact softmax",
+        minimum=0,
+    )
+    val_samples: int = setting(24, "val requests replayed to choose the best weights", minimum=1)
     workers: int = setting(1, "Ray Train workers", minimum=1)
     seed: int = setting(0, "seed of anchors, order and new weights", minimum=0)
     val_every: int = setting(100, "steps between replay evaluations on the val split", minimum=1)
@@ -163,6 +171,28 @@ class Serve:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Demo:
+    """The simulated clients of the demo."""
+
+    tickets: int = setting(300, "prompts of the narrow domain", minimum=1)
+    general: int = setting(30, "prompts of the general domain", minimum=1)
+    max_tokens: int = setting(112, "longest answer", minimum=8)
+    concurrency: int = setting(32, "clients at the same time", minimum=1)
+    seed: int = setting(0, "seed of the prompts", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verify:
+    """Served acceptance and speed beside the replayed ones."""
+
+    domain: str = setting("tickets", "domain whose held-out prompts the speed is measured on")
+    requests: int = setting(8, "prompts per speed pass at concurrency 8; half at 1", minimum=2)
+    repeats: int = setting(3, "interleaved passes per side and concurrency", minimum=1)
+    concurrency: int = setting(8, "requests in flight while acceptance is counted", minimum=1)
+    reference_requests: int = setting(4, "prompts for the reference decoder", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sql:
     """DuckDB over the acceptance rows."""
 
@@ -184,7 +214,13 @@ class Config:
     evaluate: Evaluate = field(default_factory=Evaluate)
     promote: Promote = field(default_factory=Promote)
     serve: Serve = field(default_factory=Serve)
+    demo: Demo = field(default_factory=Demo)
+    verify: Verify = field(default_factory=Verify)
     sql: Sql = field(default_factory=Sql)
+
+    def override(self, section: str, **values: Any) -> "Config":
+        """A copy with some values of one section replaced."""
+        return replace(self, **{section: replace(getattr(self, section), **values)})
 
     def path(self, *parts: str) -> Path:
         """The absolute path of something below the work folder."""

@@ -15,8 +15,8 @@ from jobs.console import console
 from serving.server import SERVED_NAME, Server
 
 
-def server(cfg: Config) -> Server:
-    """The server that the configuration describes, not started."""
+def server(cfg: Config, log: str = "serve.log") -> Server:
+    """The server that the configuration describes, not started; vLLM prints to <work>/logs/log."""
     serve = cfg.serve
     drafter, name = _drafter(cfg)
     return Server(
@@ -33,7 +33,7 @@ def server(cfg: Config) -> Server:
         capture=serve.capture or None,
         target_id=target_id(cfg.target_path),
         drafter_version=name,
-        log=cfg.path("logs", "serve.log"),
+        log=cfg.path("logs", log),
         args=tuple(serve.args),
     )
 
@@ -58,7 +58,7 @@ def _drafter(cfg: Config) -> tuple[Path | None, str | None]:
     if cfg.serve.drafter != "champion":
         folder = Path(cfg.serve.drafter).absolute()
         return (folder, folder.name) if cfg.serve.drafter else (None, None)
-    from jobs.registry import resolve
+    from jobs.promote import resolve
 
     found = resolve(cfg, "champion")
     if found is None:

@@ -8,15 +8,39 @@ import random
 from dataclasses import dataclass
 
 TICKET_SYSTEM = "Turn the ticket into JSON."
-TICKET_EXAMPLE = "Ana Silva, Porto, order 4410: my tablet has a bent frame since noon. I want a discount."
+TICKET_EXAMPLE = (
+    "Ana Silva, Porto, order 4410: my tablet has a bent frame since noon. I want a discount."
+)
 TICKET_ANSWER = (
     '{"name": "Ana Silva", "city": "Porto", "order": 4410, "product": "tablet", '
     '"problem": "a bent frame", "since": "noon", "wants": "a discount", '
     '"reply": "Dear Ana Silva, we will arrange a discount for your tablet."}'
 )
 FIRST_NAMES = ["Maria", "John", "Wei", "Fatima", "Lukas", "Olga", "Kofi", "Emma", "Diego", "Yuki"]
-LAST_NAMES = ["Rossi", "Smith", "Chen", "Haddad", "Novak", "Petrov", "Mensah", "Brown", "Lopez", "Sato"]
-CITIES = ["Paris", "Rome", "Oslo", "Berlin", "Madrid", "Vienna", "Lisbon", "Dublin", "Prague", "Athens"]
+LAST_NAMES = [
+    "Rossi",
+    "Smith",
+    "Chen",
+    "Haddad",
+    "Novak",
+    "Petrov",
+    "Mensah",
+    "Brown",
+    "Lopez",
+    "Sato",
+]
+CITIES = [
+    "Paris",
+    "Rome",
+    "Oslo",
+    "Berlin",
+    "Madrid",
+    "Vienna",
+    "Lisbon",
+    "Dublin",
+    "Prague",
+    "Athens",
+]
 PROBLEMS = {
     "laptop": ["a cracked screen", "a broken keyboard", "a loud fan"],
     "phone": ["a dead battery", "a scratched camera", "no signal"],
@@ -33,8 +57,23 @@ TICKETS = [
     "Order {order} from {city}: the {product} has {problem} since {day}. Send {request}. {name}.",
 ]
 
-TOPICS = ["the moon", "bicycles", "green tea", "volcanoes", "chess", "honey bees", "the ocean",
-          "bread", "trains", "sleep", "music", "gardens", "coffee", "winter", "computers"]
+TOPICS = [
+    "the moon",
+    "bicycles",
+    "green tea",
+    "volcanoes",
+    "chess",
+    "honey bees",
+    "the ocean",
+    "bread",
+    "trains",
+    "sleep",
+    "music",
+    "gardens",
+    "coffee",
+    "winter",
+    "computers",
+]
 PEOPLE = ["a child", "a student", "a busy manager", "a tourist", "a new colleague"]
 GENERAL_QUESTIONS = [
     "Explain {topic} to {person} in two sentences.",
@@ -71,7 +110,9 @@ def prompts(domain: str, count: int, seed: int) -> list[Prompt]:
         found.setdefault(text, Prompt(f"{domain}-{seed}-{len(found)}", domain, messages))
         if len(found) == count:
             return list(found.values())
-    raise ValueError(f"the {domain} templates give only {len(found)} different prompts, not {count}")
+    raise ValueError(
+        f"the {domain} templates give only {len(found)} different prompts, not {count}"
+    )
 
 
 def _ticket(rng: random.Random) -> list[dict[str, str]]:

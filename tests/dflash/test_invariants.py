@@ -20,9 +20,7 @@ def hidden(drafter, target, features, tokens, anchors=ANCHORS):
 
 
 def requests(samples):
-    return [
-        Request(s.ids, int((~s.loss_mask).sum()), s.features) for s in samples
-    ]
+    return [Request(s.ids, int((~s.loss_mask).sum()), s.features) for s in samples]
 
 
 def test_features_at_or_after_the_anchor_change_nothing(drafter, target, samples):
@@ -31,7 +29,9 @@ def test_features_at_or_after_the_anchor_change_nothing(drafter, target, samples
     changed = features.clone()
     changed[:, 10:] += 1.0
     after = hidden(drafter, target, changed, tokens)
-    assert torch.equal(before[:, :2], after[:, :2]), "blocks with anchors 7 and 10 saw feature >= 10"
+    assert torch.equal(before[:, :2], after[:, :2]), (
+        "blocks with anchors 7 and 10 saw feature >= 10"
+    )
     assert not torch.equal(before[:, 2], after[:, 2]), "the block with anchor 20 must see it"
     changed = features.clone()
     changed[:, 9] += 1.0

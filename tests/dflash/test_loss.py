@@ -17,7 +17,9 @@ from dflash.train import generator, step_indices
 
 
 def test_decay_weights_example():
-    torch.testing.assert_close(decay_weights(2, 4.0), torch.tensor([1.0, 0.7788]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        decay_weights(2, 4.0), torch.tensor([1.0, 0.7788]), atol=1e-4, rtol=0
+    )
 
 
 def test_valid_anchors_need_a_supervised_successor():

