@@ -75,7 +75,7 @@ def _check_shapes(drafter: Path | str, config: DrafterConfig, target: dict[str, 
     unlike = [f"{name} {a} != {b}" for name, (a, b) in pairs.items() if a != b]
     if unlike:
         raise ValueError(
-            f"drafter {drafter} was made for another target: drafter {', '.join(unlike)} of the target"
+            f"drafter {drafter} was made for another target: {', '.join(unlike)} of this target"
         )
 
 
