@@ -152,6 +152,17 @@ class Promote:
         0.0, "lower end of the paired tau gain over the champion must exceed this"
     )
     max_domain_loss: float = setting(0.05, "largest tau loss tolerated in one domain", minimum=0)
+    min_tau: float = setting(1.1, "a drafter below this tau is not worth serving", minimum=1)
+    new_shape: bool = setting(
+        False, "accept another shape (taps, block, layers) than the champion's: replicas restart"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollback:
+    """Back to the champion before."""
+
+    reason: str = setting("no reason given", "why; recorded, and the gate shows it later")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,6 +224,7 @@ class Config:
     train: Train = field(default_factory=Train)
     evaluate: Evaluate = field(default_factory=Evaluate)
     promote: Promote = field(default_factory=Promote)
+    rollback: Rollback = field(default_factory=Rollback)
     serve: Serve = field(default_factory=Serve)
     demo: Demo = field(default_factory=Demo)
     verify: Verify = field(default_factory=Verify)

@@ -1,0 +1,65 @@
+"""The gate: every reason why a drafter must not become champion, from its evaluation alone."""
+
+from typing import Any
+
+from jobs.config import Promote
+from jobs.registry import Version
+
+Fields = dict[str, Any]
+
+
+def mismatches(drafter: Fields, other: Fields, whose: str) -> list[str]:
+    """One reason per field of `other` that `drafter` has otherwise: 'block_size is 8, ... 16'."""
+    return [
+        f"{name} is {_plain(drafter.get(name))}, {whose} has {_plain(value)}"
+        for name, value in other.items()
+        if _plain(drafter.get(name)) != _plain(value)
+    ]
+
+
+def stale(evaluation: Fields, champion: Version | None) -> list[str]:
+    """Why an evaluation says nothing about the present champion: it compared with another one."""
+    baseline = evaluation["baseline"]
+    then = baseline["weights_sha256"] if baseline else None
+    now = champion.sha256 if champion else None
+    if then == now:
+        return []
+    seen = f"compared with {then[:12]}" if then else "compared with no drafter"
+    is_now = f"version {champion.number} ({champion.sha256[:12]})" if champion else "none"
+    return [
+        f"the evaluation {seen}, but the champion is {is_now}: evaluate again "
+        "(evaluate.baseline left empty)"
+    ]
+
+
+def refusals(limits: Promote, evaluation: Fields, champion: Version | None) -> list[str]:
+    """Reasons in the numbers; empty means: good enough. Without a champion the drafter is compared
+    with no drafter at all, whose tau is 1.
+    """
+    tau = evaluation["tau"]
+    reasons = []
+    if tau["pooled"] < limits.min_tau:
+        reasons.append(f"tau {tau['pooled']:.3f} is below promote.min_tau {limits.min_tau}")
+    baseline = evaluation["baseline"]
+    if champion is None or baseline is None:
+        gain, domains = tau["ci"][0] - 1.0, dict.fromkeys(tau["domains"], 1.0)
+    else:
+        gain, domains = baseline["delta_ci"][0], baseline["tau"]["domains"]
+    if not gain > limits.min_gain:
+        reasons.append(
+            f"the lower end of the tau gain is {gain:+.3f}, not above promote.min_gain "
+            f"{limits.min_gain:+.3f}"
+        )
+    for domain, before in sorted(domains.items()):
+        loss = before - tau["domains"].get(domain, 0.0)
+        if loss > limits.max_domain_loss:
+            reasons.append(
+                f"domain {domain} loses {loss:.3f} tau, more than promote.max_domain_loss "
+                f"{limits.max_domain_loss}"
+            )
+    return reasons
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists: what JSON makes of them."""
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,75 @@
+"""flywheel rollback [rollback.reason="..."]
+
+Make an earlier champion the champion again: the latest one that still loads, is for the
+same target and was not rolled back itself. The version that is left behind is marked bad, so
+that no gate accepts it again.
+"""
+
+from typing import Any
+
+from jobs.cli import run_as_module
+from jobs.config import Config
+from jobs.console import console
+from jobs.promote import complete_history, move
+from jobs.registry import CHAMPION, Registry, Version, lease
+from store import promotions
+
+
+def run(cfg: Config) -> dict[str, Any]:
+    """Roll back; returns which version went and which came.
+
+    Raises ValueError when there is no champion, or no earlier one that can be used (with the reason
+    for each).
+    """
+    with lease(cfg):
+        registry = Registry(cfg)
+        champion = registry.current(CHAMPION)
+        if champion is None:
+            raise ValueError("there is no champion to roll back from")
+        complete_history(cfg, champion)
+        target, skipped = _earlier(cfg, registry, champion)
+        registry.mark_bad(champion, cfg.rollback.reason)  # first: interrupted, it stays refused
+        evidence = {"skipped": skipped}
+        move(cfg, registry, "rollback", champion, target, cfg.rollback.reason, evidence)
+    console.print(f"rolled back: champion {champion.number} -> {target.number}")
+    return {
+        "stage": "rollback",
+        "decision": "rolled back",
+        "version": target.number,
+        "previous": champion.number,
+        "reason": cfg.rollback.reason,
+        "skipped": skipped,
+    }
+
+
+def _earlier(cfg: Config, registry: Registry, champion: Version) -> tuple[Version, list[str]]:
+    """The latest usable former champion, and why later ones were skipped."""
+    records = [r for r in promotions.read(cfg.path("promotions")) if r["action"] != "refuse"]
+    numbers = dict.fromkeys(record["to_version"] for record in reversed(records))
+    skipped = []
+    for number in numbers:
+        if number == champion.number:
+            continue
+        version = registry.get(number)
+        fault = "it was deleted" if version is None else _fault(registry, version, champion)
+        if version is not None and fault is None:
+            return version, skipped
+        skipped.append(f"version {number}: {fault}")
+    tried = "; ".join(skipped) or f"champion {champion.number} is the first one"
+    raise ValueError(f"nothing to roll back to: {tried}")
+
+
+def _fault(registry: Registry, version: Version, champion: Version) -> str | None:
+    if version.bad:
+        return f"it was rolled back itself ({version.bad})"
+    if version.compat["target_id"] != champion.compat["target_id"]:
+        return "it is for another target"
+    try:
+        registry.open(version)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+if __name__ == "__main__":
+    run_as_module("rollback")

@@ -1,0 +1,373 @@
+"""Promotion against a real MLflow: who becomes champion, who does not, and what is written down."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dflash.checkpoint import compat_fields, compat_key, save_drafter, weights_sha256
+from dflash.config import DrafterConfig
+from dflash.model import Drafter
+from dflash.target import target_id
+from jobs import cli, promote, registry, rollback
+from jobs.config import Config, load
+from jobs.registry import Registry, lease
+from store import promotions
+
+SHAPE = DrafterConfig(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    vocab_size=50,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    block_size=4,
+    num_target_layers=4,
+    target_layer_ids=(0, 2),
+    mask_token_id=49,
+)
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory):
+    """MLflow needs ten seconds to make its tables: once."""
+    cfg = load(None, [f"work={tmp_path_factory.mktemp('mlflow')}"])
+    assert Registry(cfg).current("champion") is None
+    return cfg.path("mlflow.db")
+
+
+@pytest.fixture
+def cfg(tmp_path, empty_database):
+    config = load(None, [f"work={tmp_path}"])
+    shutil.copy(empty_database, config.path("mlflow.db"))
+    make_target(config)
+    return config
+
+
+def make_target(cfg: Config, **changes):
+    folder = cfg.path("target")
+    folder.mkdir(exist_ok=True)
+    shape = {"hidden_size": 16, "vocab_size": 50, "num_hidden_layers": 4} | changes
+    (folder / "config.json").write_text(json.dumps(shape))
+    save_file({"w": torch.zeros(4)}, folder / "model.safetensors")
+
+
+def make_drafter(cfg: Config, name: str, seed: int, shape: DrafterConfig = SHAPE):
+    torch.manual_seed(seed)
+    return save_drafter(Drafter(shape), cfg.path("drafters", name), torch.float32)
+
+
+def evaluate(cfg: Config, folder, tau=2.0, against=None, gain=0.2, shape=SHAPE, **changes):
+    """What `flywheel evaluate` writes; `against` is the folder of the baseline."""
+    identity = target_id(cfg.target_path)
+    measured = {
+        "pooled": tau,
+        "macro": tau,
+        "domains": {"a": tau, "b": tau},
+        "positions": [0.5, 0.3, 0.2],
+        "ci": [tau - 0.1, tau + 0.1],
+    }
+    baseline = None
+    if against is not None:
+        baseline = {
+            "version": None,
+            "weights_sha256": weights_sha256(against),
+            "tau": measured | {"pooled": tau - gain, "domains": {"a": tau - gain, "b": tau - gain}},
+            "delta_ci": [gain - 0.1, gain + 0.1],
+        }
+    evaluation = {
+        "drafter": folder.name,
+        "weights_sha256": weights_sha256(folder),
+        "target_id": identity,
+        "compat_key": compat_key(shape, identity),
+        "compat": compat_fields(shape, identity),
+        "tau": measured,
+        "baseline": baseline,
+        "samples": 10,
+        "rounds": 100,
+        "k": 3,
+    }
+    path = cfg.path("evaluations", f"{folder.name}.json")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(evaluation | changes))
+    return path
+
+
+def promoted(cfg: Config, name: str, seed: int, against=None, **kwargs):
+    folder = make_drafter(cfg, name, seed)
+    evaluate(cfg, folder, against=against, **kwargs)
+    return folder, promote.run(replace(cfg, promote=replace(cfg.promote, drafter=str(folder))))
+
+
+def aliases(cfg: Config):
+    found = {name: Registry(cfg).current(name) for name in ("champion", "previous", "challenger")}
+    return {name: version.number for name, version in found.items() if version is not None}
+
+
+def actions(cfg: Config):
+    records = promotions.read(cfg.path("promotions"))
+    return [(r["action"], r["from_version"], r["to_version"]) for r in records]
+
+
+def test_first_champion_second_champion_and_rollback(cfg):
+    first, summary = promoted(cfg, "one", 1)
+    assert (summary["decision"], summary["ok"], summary["version"]) == ("promoted", True, "1")
+    assert json.loads(json.dumps(summary)) == summary
+    assert registry.resolve(cfg, "champion") == ("1", first)
+    second, summary = promoted(cfg, "two", 2, against=first)
+    assert (summary["version"], summary["previous"]) == ("2", "1")
+    assert aliases(cfg) == {"champion": "2", "previous": "1"}
+    back = rollback.run(load(None, [f"work={cfg.work}", "rollback.reason=slow"]))
+    assert (back["version"], back["previous"]) == ("1", "2")
+    assert aliases(cfg) == {"champion": "1", "previous": "2"}
+    assert promote.resolve(cfg, "2") == ("2", second)
+    assert actions(cfg) == [("promote", None, "1"), ("promote", "1", "2"), ("rollback", "2", "1")]
+    record = promotions.read(cfg.path("promotions"))[1]
+    assert record["evidence"]["baseline"]["weights_sha256"] == weights_sha256(first)
+    assert "@" in record["who"]
+    assert record["decided_at"].endswith("+00:00")
+    assert promotions.read_table(cfg.path("promotions")).num_rows == 3
+
+
+def test_a_version_that_was_rolled_back_is_not_promoted_again(cfg):
+    first, _ = promoted(cfg, "one", 1)
+    promoted(cfg, "two", 2, against=first)
+    rollback.run(cfg)
+    copy = make_drafter(cfg, "two-again", 2)  # the same weights under another name
+    evaluate(cfg, copy, against=first)
+    summary = promote.run(cfg)
+    assert (summary["decision"], summary["version"]) == ("refused", "2")
+    assert "was rolled back: no reason given" in summary["reasons"][0]
+    with pytest.raises(ValueError, match="version 2: it was rolled back itself"):
+        rollback.run(cfg)
+
+
+def test_the_same_weights_are_one_version_and_repeating_changes_nothing(cfg):
+    promoted(cfg, "one", 1)
+    _, summary = promoted(cfg, "one-copy", 1)
+    assert (summary["decision"], summary["version"], summary["ok"]) == ("unchanged", "1", True)
+    assert actions(cfg) == [("promote", None, "1")]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        ({"tau": 1.05}, r"below promote\.min_tau"),
+        ({"gain": 0.05}, r"lower end of the tau gain is -0\.050"),
+        ({"gain": 0.1}, r"lower end of the tau gain is \+0\.000"),
+    ],
+)
+def test_not_good_enough(cfg, numbers, reason):
+    first, _ = promoted(cfg, "one", 1)
+    _, summary = promoted(cfg, "two", 2, against=first, **numbers)
+    assert (summary["decision"], summary["ok"]) == ("refused", False)
+    assert any(re.search(reason, text) for text in summary["reasons"])
+    assert aliases(cfg) == {"champion": "1", "challenger": "2"}
+    assert actions(cfg) == [("promote", None, "1"), ("refuse", "1", "2")]
+
+
+def test_one_domain_lost(cfg):
+    first, _ = promoted(cfg, "one", 1)
+    folder = make_drafter(cfg, "two", 2)
+    path = evaluate(cfg, folder, against=first)
+    evaluation = json.loads(path.read_text())
+    evaluation["tau"]["domains"]["b"] = 1.7
+    path.write_text(json.dumps(evaluation))
+    (reason,) = promote.run(cfg)["reasons"]
+    assert reason.startswith("domain b loses 0.100 tau")
+
+
+def test_a_drafter_no_better_than_none_is_no_first_champion(cfg):
+    _, summary = promoted(cfg, "one", 1, tau=1.02)
+    assert summary["decision"] == "refused"
+    assert aliases(cfg) == {"challenger": "1"}
+    assert registry.resolve(cfg, "champion") is None
+
+
+def test_champion_changed_since_the_evaluation(cfg):
+    first, _ = promoted(cfg, "one", 1)
+    late = make_drafter(cfg, "late", 3)
+    evaluate(cfg, late, against=first)
+    promoted(cfg, "two", 2, against=first)
+    summary = promote.run(replace(cfg, promote=replace(cfg.promote, drafter=str(late))))
+    (reason,) = summary["reasons"]
+    assert "but the champion is version 2" in reason
+    assert "evaluate again" in reason
+    assert aliases(cfg) == {"champion": "2", "previous": "1", "challenger": "3"}
+
+
+def test_dangling_champion_is_no_champion(cfg):
+    first, _ = promoted(cfg, "one", 1)
+    Registry(cfg).client.delete_model_version("drafter", "1")
+    assert registry.resolve(cfg, "champion") is None
+    _, summary = promoted(cfg, "two", 2, against=first)
+    assert "but the champion is none" in summary["reasons"][0]
+    _, summary = promoted(cfg, "two", 2)
+    assert (summary["decision"], summary["version"]) == ("promoted", "2")
+    with pytest.raises(ValueError, match="version 1: it was deleted"):
+        rollback.run(cfg)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"hidden_size": 32}, "hidden_size is 16, the target has 32"),
+        ({"vocab_size": 60}, "vocab_size is 50, the target has 60"),
+        ({"num_hidden_layers": 6}, "num_target_layers is 4, the target has 6"),
+        ({"requantised": True}, "target_id is "),
+    ],
+)
+def test_drafter_for_another_target_is_refused_field_by_field(cfg, change, field):
+    folder = make_drafter(cfg, "one", 1)
+    evaluate(cfg, folder)
+    make_target(cfg, **change)
+    summary = promote.run(cfg)
+    assert (summary["decision"], summary["version"]) == ("refused", None)
+    assert any(reason.startswith(field) for reason in summary["reasons"])
+    assert aliases(cfg) == {}
+
+
+def test_another_shape_needs_a_word(cfg):
+    first, _ = promoted(cfg, "one", 1)
+    wide = replace(SHAPE, block_size=8)
+    folder = make_drafter(cfg, "two", 2, wide)
+    evaluate(cfg, folder, against=first, shape=wide)
+    (reason,) = promote.run(cfg)["reasons"]
+    assert reason.startswith("block_size is 8, the champion has 4")
+    allowed = replace(cfg, promote=replace(cfg.promote, new_shape=True))
+    assert promote.run(allowed)["decision"] == "promoted"
+
+
+def test_config_edited_after_the_evaluation(cfg):
+    folder = make_drafter(cfg, "one", 1)
+    evaluate(cfg, folder)
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
+    assert promote.run(cfg)["reasons"] == [
+        "config.json has changed since the evaluation: evaluate again"
+    ]
+
+
+def test_user_errors_are_one_message(cfg, capsys):
+    assert cli.main(["promote", f"work={cfg.work}"]) == 2
+    assert "run `flywheel train` first" in capsys.readouterr().err
+    folder = make_drafter(cfg, "one", 1)
+    assert cli.main(["promote", f"work={cfg.work}"]) == 2
+    assert "was not evaluated" in capsys.readouterr().err
+    path = evaluate(cfg, folder)
+    path.write_text(path.read_text()[:30])
+    assert cli.main(["promote", str(folder), f"work={cfg.work}"]) == 2
+    assert "not an evaluation" in capsys.readouterr().err
+    evaluate(cfg, folder)
+    make_drafter(cfg, "one", 2)
+    assert cli.main(["promote", str(folder), f"work={cfg.work}"]) == 2
+    assert "has changed since" in capsys.readouterr().err
+    assert cli.main(["rollback", f"work={cfg.work}"]) == 2
+    assert "no champion" in capsys.readouterr().err
+    evaluate(cfg, folder, tau=1.0)
+    assert cli.main(["promote", str(folder), f"work={cfg.work}"]) == 1
+
+
+def test_resolve_checks_the_weights_and_names_the_folder(cfg):
+    folder, _ = promoted(cfg, "one", 1)
+    make_drafter(cfg, "one", 9)
+    with pytest.raises(ValueError, match=r"drafters/one holds other weights"):
+        registry.resolve(cfg, "champion")
+    shutil.rmtree(folder)
+    with pytest.raises(ValueError, match=r"drafters/one is gone; version 1"):
+        registry.resolve(cfg, "champion")
+    with pytest.raises(ValueError, match="no version 7"):
+        registry.resolve(cfg, "7")
+    assert registry.resolve(cfg, "previous") is None
+
+
+def test_rollback_skips_what_no_longer_loads(cfg):
+    first, _ = promoted(cfg, "one", 1)
+    second, _ = promoted(cfg, "two", 2, against=first)
+    promoted(cfg, "three", 3, against=second)
+    shutil.rmtree(second)
+    summary = rollback.run(cfg)
+    assert summary["version"] == "1"
+    assert "two is gone" in summary["skipped"][0]
+
+
+def test_registry_that_was_never_written_is_not_created_by_asking(tmp_path):
+    cfg = load(None, [f"work={tmp_path}"])
+    assert registry.resolve(cfg, "champion") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_before_the_record_is_completed_by_the_next_run(cfg, monkeypatch):
+    folder = make_drafter(cfg, "one", 1)
+    evaluate(cfg, folder)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(promote.promotions, "append", killed)
+        with pytest.raises(KeyboardInterrupt):
+            promote.run(cfg)
+    assert aliases(cfg) == {"champion": "1", "challenger": "1"}
+    assert promote.run(cfg)["decision"] == "unchanged"
+    assert aliases(cfg) == {"champion": "1"}
+    assert actions(cfg) == [("promote", None, "1")]
+    assert "interrupted" in promotions.read(cfg.path("promotions"))[0]["reason"]
+
+
+def test_lease_names_its_holder(cfg):
+    with (
+        lease(cfg),
+        pytest.raises(ValueError, match=r"another promotion is running \(.*@.*\)?.*\.lease"),
+        lease(cfg, seconds=0.1),
+    ):
+        pass
+    with lease(cfg, seconds=0.1):
+        pass
+
+
+@pytest.mark.slow
+def test_two_racing_promoters_and_a_killed_one(cfg):
+    """Both were evaluated against no champion: one wins, the other has to be evaluated again. A
+    third process that dies with the lease in hand keeps nobody out."""
+    hold = (
+        "import sys, time; from jobs.config import load; from jobs.registry import lease\n"
+        "with lease(load(None, sys.argv[1:])): print('held', flush=True); time.sleep(60)"
+    )
+    work = f"work={cfg.work}"
+    command = [sys.executable, "-c", hold, work]
+    folders = [make_drafter(cfg, name, seed) for seed, name in enumerate(["one", "two"])]
+    for folder in folders:
+        evaluate(cfg, folder)
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        racers = [
+            subprocess.Popen(
+                [sys.executable, "-m", "jobs.promote", str(folder), work],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for folder in folders
+        ]
+        with pytest.raises(subprocess.TimeoutExpired):
+            racers[0].wait(15)
+        holder.kill()
+    outputs = [racer.communicate(timeout=120) for racer in racers]
+    assert sorted(r.returncode for r in racers) == [0, 1], outputs
+    decisions = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    loser = next(d for d in decisions if d["decision"] == "refused")
+    winner = next(d for d in decisions if d["decision"] == "promoted")
+    assert "compared with no drafter, but the champion is" in loser["reasons"][0]
+    assert aliases(cfg)["champion"] == winner["version"]
+    assert [action for action, _, _ in actions(cfg)] == ["promote", "refuse"]
