@@ -141,7 +141,7 @@ async def _post(
     try:
         response = await client.post(endpoint, json=body, headers=headers)
     except httpx.TransportError as error:
-        raise ValueError(f"no answer from {client.base_url}{endpoint[1:]}: {error!r}") from error
+        raise ValueError(f"no answer from {client.base_url.join(endpoint)}: {error!r}") from error
     if response.status_code != 200:
         raise ValueError(f"{response.url} answered {response.status_code}: {response.text[:500]}")
     return response.json()

@@ -7,6 +7,7 @@ padding. Same interface and result as dflash.target.Target.features.
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Extractor:
             SamplingParams(temperature=0.0, max_tokens=1, detokenize=False),
             use_tqdm=False,
         )
-        paths = [output.kv_transfer_params["hidden_states_path"] for output in outputs]
+        paths = [(output.kv_transfer_params or {})["hidden_states_path"] for output in outputs]
         states = self._take(paths)
         assert [len(one) for one in states] == [len(ids) for ids in batch], "prefix caching is on?"
         return [self._split(one) for one in states]
@@ -101,7 +102,7 @@ def _engine(
     hf_config = {"eagle_aux_hidden_state_layer_ids": boundaries}
     return LLM(
         str(target),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=cast(Any, str(dtype).removeprefix("torch.")),
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,  # cached positions have no states (vLLM #44485)

@@ -1,0 +1,163 @@
+"""The client, the speed comparison and the greedy check against a small HTTP server."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from serving.acceptance import rounds, served_row
+from serving.client import Completion, Request, compare_speed, complete
+from serving.greedy import greedy_check
+
+PROMPT = [1, 2]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers token i + 1 after prompt [.., i]; 13 is refused. Logs what it was asked."""
+
+    delay = 0.0
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((self.path, body, dict(self.headers)))
+        with self.server.lock:
+            self.server.running += 1
+            self.server.most = max(self.server.most, self.server.running)
+        time.sleep(self.server.delay)
+        with self.server.lock:
+            self.server.running -= 1
+        self._answer(body)
+
+    def _answer(self, body):
+        chat = "messages" in body
+        last = 40 if chat else body["prompt"][-1]
+        status = 400 if last == 13 else 200
+        choice = {"token_ids": [last + 1], "finish_reason": "length"}
+        choice |= {"message": {"content": "hi"}} if chat else {"text": "hi"}
+        if "logprobs" in body:
+            top = {"token_id:7": -1.0, "token_id:8": -1.0005, "token_id:9": -3.0}
+            choice["logprobs"] = {"top_logprobs": [top]}
+        answer = {"id": "r", "prompt_token_ids": PROMPT, "choices": [choice], "metrics": None}
+        data = json.dumps(answer if status == 200 else {"error": "unlucky"}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        running.seen, running.lock = [], threading.Lock()
+        running.running = running.most = 0
+        running.delay = 0.0
+        running.url = f"http://127.0.0.1:{running.server_port}"
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+def answer(output_ids, spec=None):
+    return Completion(
+        request_id="r",
+        prompt_ids=PROMPT,
+        output_ids=output_ids,
+        text="",
+        finish_reason="stop",
+        spec=spec,
+        top_logprobs=[],
+        started=0.0,
+        seconds=2.0,
+    )
+
+
+def test_answers_come_in_order_and_concurrency_is_kept(server):
+    server.delay = 0.05
+    requests = [Request(prompt=[i], max_tokens=1) for i in range(20, 32)]
+    answers = complete(server.url, requests, 4)
+    assert [one.output_ids for one in answers] == [[i + 1] for i in range(20, 32)]
+    assert server.most == 4
+    assert all(0.05 <= one.seconds < 5 for one in answers)
+
+
+def test_chat_and_token_prompts_become_the_right_requests(server):
+    chat = Request(
+        prompt=[{"role": "user", "content": "x"}], max_tokens=3, domain="sql", conversation="c"
+    )
+    tokens = Request(prompt=[4, 5], max_tokens=2, temperature=0.5, seed=7, extra={"top_k": 3})
+    first, _ = complete(server.url, [chat, tokens], 1)
+    assert (first.text, first.prompt_ids) == ("hi", PROMPT)
+    (path, body, headers), (path2, body2, headers2) = server.seen
+    assert path == "/v1/chat/completions"
+    assert (body["messages"], body["temperature"]) == (chat.prompt, 0.0)
+    assert (headers["X-Flywheel-Domain"], headers["X-Flywheel-Conversation"]) == ("sql", "c")
+    assert path2 == "/v1/completions"
+    assert (body2["prompt"], body2["seed"], body2["top_k"]) == ([4, 5], 7, 3)
+    assert body["return_token_ids"] is body2["return_token_ids"] is True
+    assert "X-Flywheel-Domain" not in headers2
+
+
+def test_a_refused_request_raises_the_servers_words(server):
+    requests = [Request(prompt=[i], max_tokens=1) for i in (12, 13, 14)]
+    with pytest.raises(ValueError, match=r"400.*unlucky"):
+        complete(server.url, requests, 2)
+
+
+def test_no_server_is_one_clear_error():
+    with pytest.raises(ValueError, match=r"no answer from http://127\.0\.0\.1:9/v1"):
+        complete("http://127.0.0.1:9", [Request(prompt=[1], max_tokens=1)], 1)
+
+
+def test_speed_is_interleaved_and_its_ratio_is_that_of_pairs(monkeypatch):
+    calls, rates = [], {"p": iter([10.0, 20.0, 40.0]), "d": iter([15.0, 60.0, 80.0])}
+    monkeypatch.setattr("serving.client.complete", lambda *args, **kw: [])
+    monkeypatch.setattr(
+        "serving.client._tokens_per_second",
+        lambda url, *_: calls.append(url) or next(rates[url]),
+    )
+    speed = compare_speed("p", "d", [Request(prompt=[1], max_tokens=1)], 8, repeats=3)
+    assert calls == ["p", "d", "d", "p", "p", "d"]
+    assert (speed.plain, speed.drafted) == ([10.0, 20.0, 40.0], [15.0, 60.0, 80.0])
+    assert speed.ratio == 2.0  # the median of 1.5, 3, 2
+
+
+def test_greedy_check_tells_ties_from_differences(server):
+    plain = [answer([5, 7, 1]), answer([5, 7]), answer([5, 7]), answer([5, 7]), answer([5])]
+    drafted = [answer([5, 7, 1]), answer([5, 8]), answer([5, 9]), answer([5, 6]), answer([5, 7])]
+    report = greedy_check(server.url, plain, drafted)
+    assert (report.requests, report.identical) == (5, 1)
+    [tie] = report.near_ties
+    assert (tie.index, tie.position, tie.plain_id, tie.drafted_id) == (1, 1, 7, 8)
+    assert tie.gap == pytest.approx(0.0005)
+    gaps = {one.index: one.gap for one in report.different}
+    assert gaps == {2: pytest.approx(2.0), 3: None, 4: None}
+    asked = [body["prompt"] for _, body, _ in server.seen]
+    assert asked == [[*PROMPT, 5]] * 3
+
+
+def test_served_rounds_are_cut_at_the_end_of_the_answer():
+    spec = {"per_step_accepted": [3, 5], "per_step_drafted": [5, 5], "num_spec_tokens": 5}
+    assert rounds(answer([0] * 7, spec)) == ([3, 1], [5, 5])
+    row = served_row(
+        answer([0] * 7, spec),
+        sample_id="s",
+        conversation_id="c",
+        domain="sql",
+        target_id="t",
+        drafter_version="3",
+        block_size=6,
+        temperature=0.0,
+        replica="a",
+    )
+    assert (row["origin"], row["k"], row["accepted"]) == ("served", 5, [3, 1])
+    assert (row["finished_at"] - row["started_at"]).total_seconds() == 2.0
+
+
+def test_answers_without_metrics_have_no_rounds():
+    with pytest.raises(ValueError, match="no speculative metrics"):
+        rounds(answer([1, 2]))
