@@ -6,6 +6,7 @@ manifests publish, writes nothing.
 """
 
 from datetime import date, datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,10 @@ def find_question(name: str) -> Path:
 
 
 def _title(name: str) -> str:
-    return (FOLDER / f"{name}.sql").read_text().splitlines()[0].removeprefix("-- ")
+    """The question that a file opens with: its first comment, up to the question mark."""
+    lines = (FOLDER / f"{name}.sql").read_text().splitlines()
+    comment = " ".join(line[3:] for line in takewhile(lambda line: line.startswith("-- "), lines))
+    return comment.partition("?")[0] + "?"
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ High bytes (sign, exponent) repeat and compress well, low bytes hardly do: apart
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -32,9 +33,8 @@ def encode(features: "torch.Tensor") -> tuple[bytes, bytes]:
         raise ValueError(
             f"features must be bfloat16 [T, D], got {features.dtype} {list(features.shape)}"
         )
-    planes = features.detach().cpu().contiguous().view(torch.uint8).reshape(-1, 2)
-    low, high = planes.t().contiguous()  # little endian: byte 0 is the low one
-    return high.numpy().tobytes(), low.numpy().tobytes()
+    words = features.detach().cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+    return (words >> 8).astype(np.uint8).tobytes(), words.astype(np.uint8).tobytes()
 
 
 def decode(hi: bytes, lo: bytes, n_tokens: int) -> "torch.Tensor":
@@ -48,10 +48,10 @@ def decode(hi: bytes, lo: bytes, n_tokens: int) -> "torch.Tensor":
         raise ValueError(
             f"planes of {size} and {memoryview(lo).nbytes} bytes do not hold {n_tokens} tokens"
         )
-    planes = torch.empty(size, 2, dtype=torch.uint8)
-    planes[:, 0] = torch.frombuffer(bytearray(lo), dtype=torch.uint8)
-    planes[:, 1] = torch.frombuffer(bytearray(hi), dtype=torch.uint8)
-    return planes.reshape(n_tokens, -1).view(torch.bfloat16)
+    words = np.frombuffer(hi, np.uint8).astype(np.uint16)
+    words <<= 8
+    words |= np.frombuffer(lo, np.uint8)
+    return torch.from_numpy(words.view(np.int16)).reshape(n_tokens, -1).view(torch.bfloat16)
 
 
 def read_shard(
