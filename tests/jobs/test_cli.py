@@ -97,7 +97,7 @@ def test_interrupt_exits_130_with_one_line(stage, capsys):
     ("argv", "message"),
     [
         (["trian"], "unknown stage 'trian': did you mean train?"),
-        (["zzz"], "unknown stage 'zzz': one of target, ingest"),
+        (["zzz"], "unknown stage 'zzz': one of target, "),
         (["train", "--confg", "x"], "--confg"),
         ([], "stage"),
     ],
