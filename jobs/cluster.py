@@ -22,7 +22,7 @@ def cluster(cfg: Config) -> Iterator[None]:
     if cfg.ray.address:
         ray.init(address=cfg.ray.address)
     else:
-        # Ray makes a token for its own sockets and says so at every start: nothing for a user to do.
+        # Ray makes a token for its own sockets and warns at every start: nothing for a user to do.
         auth = logging.getLogger("ray._private.authentication.authentication_token_setup")
         auth.setLevel(logging.ERROR)
         cpus = cfg.ray.num_cpus or None
