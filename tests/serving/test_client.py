@@ -15,9 +15,9 @@ PROMPT = [1, 2]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers token i + 1 after prompt [.., i]; 13 is refused. Logs what it was asked."""
+    """Answers token i + 1 after prompt [.., i]; 13 is refused."""
 
-    delay = 0.0
+    server: "FakeVllm"
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -50,13 +50,20 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class FakeVllm(ThreadingHTTPServer):
+    """Remembers what it was asked and how many requests ran at once."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.seen, self.lock = [], threading.Lock()
+        self.running = self.most = 0
+        self.delay = 0.0
+
+
 @pytest.fixture
 def server():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        running.seen, running.lock = [], threading.Lock()
-        running.running = running.most = 0
-        running.delay = 0.0
-        running.url = f"http://127.0.0.1:{running.server_port}"
+    with FakeVllm() as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
         yield running
         running.shutdown()

@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.serving.conftest import TAPS, VOCABULARY
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-SMALL = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_gib": 1}
+SMALL: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_gib": 1}
 # Three greedy requests share their batches with three that sample.
 REQUESTS = [
     Request(
@@ -72,7 +73,7 @@ def test_a_drafter_changes_no_greedy_text_and_every_answer_is_captured(
     rows = captured(tmp_path / "capture")
     assert len(rows) == len(REQUESTS)
     for request, answer in zip(REQUESTS, answers, strict=True):
-        row = rows[request.conversation]
+        row = rows[str(request.conversation)]
         assert row["prompt_ids"] == request.prompt == answer.prompt_ids
         assert row["output_ids"] == answer.output_ids
         assert (row["domain"], row["drafter"], row["seed"]) == ("tiny", "v1", request.seed)
@@ -82,9 +83,9 @@ def test_a_drafter_changes_no_greedy_text_and_every_answer_is_captured(
 def test_without_the_plugin_a_drafter_is_refused(tiny_target, tiny_drafter, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "")
     server = Server(tiny_target, drafter=tiny_drafter, log=tmp_path / "serve.log", **SMALL)
-    with pytest.raises(ValueError, match=r"wrongly \(key_norm.*expansion.*dflash_cpu_fixes"):
-        with server:
-            pass
+    message = r"wrongly \(key_norm.*expansion.*dflash_cpu_fixes"
+    with pytest.raises(ValueError, match=message), server:
+        pass
     assert server._process is None
 
 
@@ -121,6 +122,7 @@ def test_vllm_and_transformers_give_the_same_features(tiny_target):
     # In a process of its own: the engine lives as long as its process. Batches of 64 tokens cut
     # the longest prompt into chunks.
     code = f"""
+import torch
 from dflash.target import load_target
 from serving.extract import Extractor
 taps, generator = {TAPS}, torch.Generator().manual_seed(0)
