@@ -104,10 +104,16 @@ def phase(lines: Iterable[str]) -> str:
 
 
 def last_error(lines: Iterable[str]) -> str | None:
-    """The last error a vLLM log states, without time stamps and without reports about children."""
-    found = None
+    """The last error a vLLM log states, without time stamps and without reports about children.
+
+    pydantic says what is wrong on the line below, which is joined to it.
+    """
+    found, joins_next = None, False
     for line in lines:
-        text = _PREFIX.sub("", line.strip())
-        if _ERROR.match(text) and not any(report in text for report in _REPORTS):
-            found = text
+        text = _PREFIX.sub("", line.strip()).strip()
+        if joins_next:
+            found = f"{found}: {text}"
+        is_error = bool(_ERROR.match(text)) and not any(report in text for report in _REPORTS)
+        found = text if is_error else found
+        joins_next = is_error and "ValidationError: 1 validation error" in text
     return found

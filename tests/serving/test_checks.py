@@ -99,6 +99,17 @@ def test_an_address_of_another_machine_is_refused():
         checks.free_port("192.0.2.77", 0)
 
 
+def test_a_validation_error_keeps_the_line_that_explains_it():
+    lines = [
+        "(APIServer pid=1) pydantic_core.ValidationError: 1 validation error for ModelConfig",
+        "(APIServer pid=1)   Value error, max_model_len (9) is greater than 8",
+        "(APIServer pid=1)     For further information visit",
+    ]
+    error = checks.last_error(lines)
+    assert error is not None
+    assert error.endswith("ModelConfig: Value error, max_model_len (9) is greater than 8")
+
+
 def test_the_log_gives_phase_and_root_cause():
     lines = LOG.splitlines()
     assert checks.phase([]) == "importing vLLM"
