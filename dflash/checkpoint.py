@@ -64,7 +64,7 @@ def load_drafter(folder: str | os.PathLike, dtype: torch.dtype = torch.float32) 
         drafter = Drafter(cfg)
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys() if name not in BORROWED}
+            found = {name: file.get_tensor(name) for name in file.keys() if name not in BORROWED}  # noqa: SIM118
     except Exception as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
     check_tensors(found, drafter, path)
@@ -98,7 +98,7 @@ def weights_sha256(folder: str | os.PathLike) -> str:
 
 def compat_fields(cfg: DrafterConfig, target_id: str) -> dict[str, object]:
     """What must agree between a drafter and the fleet: target, taps, block, mask id, shape."""
-    return {"target_id": target_id} | {name: getattr(cfg, name) for name in DrafterConfig.__slots__}
+    return {"target_id": target_id, **{k: getattr(cfg, k) for k in DrafterConfig.__slots__}}
 
 
 def compat_key(cfg: DrafterConfig, target_id: str) -> str:

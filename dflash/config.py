@@ -1,5 +1,6 @@
 """The shape of a drafter: one frozen dataclass, read from and written to z-lab's config.json."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,7 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
     vLLM sorts and de-duplicates ids, so any other order would silently permute the features;
     the last layer's output is not the same tensor in Transformers (after the final norm).
     """
-    if not taps or any(b <= a for a, b in zip(taps, taps[1:])):
+    if not taps or any(b <= a for a, b in itertools.pairwise(taps)):
         raise ValueError(f"target_layer_ids {list(taps)} must be strictly increasing")
     if taps[0] < 0 or taps[-1] > num_layers - 2:
         raise ValueError(

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from dflash.model import ContextKV, Drafter
 from dflash.replay import draft
-from dflash.target import Taps, Target
+from dflash.target import Taps, Target, backbone
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _State:
         """The target's greedy token after each id (or only the last), with top-2 logit gaps."""
         taps = self.drafter.cfg.target_layer_ids if self.drafter else ()
         with Taps(self.target.model, taps) as tapped:
-            hidden = self.target.model.model(
+            hidden = backbone(self.target.model)(
                 input_ids=torch.tensor([ids]), past_key_values=self.cache, use_cache=True
             ).last_hidden_state[0]
         self.features = tapped.joined() if taps else None
@@ -85,7 +85,7 @@ class _State:
             old = self.context or [(k[:, :, :0], v[:, :, :0]) for k, v in new]
             self.context = [
                 (torch.cat([k0, k1], 2), torch.cat([v0, v1], 2))
-                for (k0, v0), (k1, v1) in zip(old, new)
+                for (k0, v0), (k1, v1) in zip(old, new, strict=True)
             ]
         self.length += count
         excess = self.cache.get_seq_length() - self.length

@@ -70,7 +70,7 @@ def make_batch(samples: Sequence[Sample], anchors: Sequence[Tensor], weights_K: 
     tokens_BN = torch.zeros_like(anchors_BN)
     labels = torch.zeros(len(samples), most, len(weights_K), dtype=torch.int64)
     weights = torch.zeros(len(samples), most, len(weights_K))
-    for i, (sample, chosen) in enumerate(zip(samples, anchors)):
+    for i, (sample, chosen) in enumerate(zip(samples, anchors, strict=True)):
         n = len(chosen)
         features[i, : len(sample.ids)] = sample.features
         anchors_BN[i, :n] = chosen

@@ -4,6 +4,8 @@ Shape suffixes: B sequences, T context positions, N blocks, S slots of a block, 
 D head size. One forward fills all slots of all blocks (paper, section 3).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -48,7 +50,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
 
     def keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, L, H] -> normed and rotated keys, values: [B, kv_heads, L, D]."""
+        """X [B, L, H] -> normed and rotated keys, values: [B, kv_heads, L, D]."""
         key = rotate(self.k_norm(self._split(self.k_proj(x))), rope)
         return key, self._split(self.v_proj(x))
 
@@ -108,7 +110,7 @@ class Drafter(nn.Module):
             len(cfg.target_layer_ids) * cfg.hidden_size, cfg.hidden_size, bias=False
         )
         self.hidden_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers))
+        self.layers: Any = nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def context(self, features_BTF: Tensor, start: int = 0) -> ContextKV:
@@ -135,12 +137,12 @@ class Drafter(nn.Module):
         positions = anchors_BN[:, :, None] + torch.arange(S, device=anchors_BN.device)
         rope = self._rope(positions.flatten(1))
         x = embeds_BNSH.reshape(B, N * S, H)
-        for layer, layer_context in zip(self.layers, context):
+        for layer, layer_context in zip(self.layers, context, strict=True):
             x = layer(x, rope, layer_context, mask)
         return self.norm(x).view(B, N, S, H)
 
     def _rope(self, positions: Tensor) -> Tensor:
-        """positions [B, L] -> [2, B, 1, L, D]: cosines and sines, plain 1-D, float32."""
+        """Positions [B, L] -> [2, B, 1, L, D]: cosines and sines, plain 1-D, float32."""
         dim = self.cfg.head_dim
         powers = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim
         angles = positions[:, None, :, None].float() * self.cfg.rope_theta**-powers

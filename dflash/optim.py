@@ -27,7 +27,7 @@ def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 class Muon(Optimizer):
-    """Momentum, then orthogonalised update scaled by sqrt(max(1, rows / columns)); float32 state."""
+    """Momentum, then an orthogonalised update times sqrt(max(1, rows / columns)); fp32 state."""
 
     def __init__(
         self, params, lr: float, momentum: float = 0.95, steps: int = 5, dtype=torch.float32
@@ -49,7 +49,7 @@ class Muon(Optimizer):
 def build_optimizers(
     drafter: nn.Module, kind: str, lr: float, dtype: torch.dtype
 ) -> list[Optimizer]:
-    """`muon`: matrices by Muon at `lr`, vectors by AdamW at lr / 10; `adamw`: all by AdamW at lr."""
+    """`muon`: matrices by Muon at lr, vectors by AdamW at lr / 10; `adamw`: all by AdamW."""
     params = [p for p in drafter.parameters() if p.requires_grad]
     if kind == "adamw":
         return [AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]

@@ -16,7 +16,7 @@ from dflash.model import ContextKV, Drafter, block_embeds
 
 @dataclass(frozen=True)
 class Request:
-    """A recorded answer: ids [P + n] int64 of prompt and output, features [P + n - 1 or more, F]."""
+    """A recorded answer: ids [P + n] int64 of prompt and output, features [>= P + n - 1, F]."""
 
     ids: Tensor
     num_prompt: int
@@ -24,6 +24,7 @@ class Request:
 
     @property
     def num_output(self) -> int:
+        """Tokens of the answer."""
         return len(self.ids) - self.num_prompt
 
 
@@ -52,7 +53,7 @@ def replay(
     for start in range(0, len(order), batch_size):
         group = order[start : start + batch_size]
         walks = _walk(drafter, embedding, head, [requests[i] for i in group], num_drafts)
-        for i, rounds in zip(group, walks):
+        for i, rounds in zip(group, walks, strict=True):
             accepted[i] = rounds
     return accepted
 
@@ -75,7 +76,7 @@ def _walk(
         where = (here[:, None] + 1 + torch.arange(num_drafts)).clamp(max=ids.shape[1] - 1)
         matched = (drafts == row.gather(1, where)).long().cumprod(1).sum(1)
         counts = torch.minimum(matched, ends[active] - here - 1)
-        for i, count in zip(active.tolist(), counts.tolist()):
+        for i, count in zip(active.tolist(), counts.tolist(), strict=True):
             walks[i].append(count)
         anchors[active] += counts + 1
         active = active[anchors[active] < ends[active]]

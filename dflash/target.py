@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 IDENTITY_FILES = (
     "config.json",
@@ -81,7 +82,7 @@ def _amx() -> bool:
 class Target:
     """A loaded target. `embedding` and `head` are [V, H]; both belong to the frozen model."""
 
-    model: nn.Module
+    model: PreTrainedModel
     dtype: torch.dtype
     embedding: Tensor
     head: Tensor
@@ -92,17 +93,31 @@ class Target:
         """One teacher-forced pass: for each sequence its tap outputs and last hidden states.
 
         batch: token ids, any lengths (padded on the right, which a causal model never sees).
+        A prefix that all share (a system prompt) is computed once.
         """
+        prefix = common_prefix(batch)
         longest = max(len(ids) for ids in batch)
         padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in batch])
         padded = padded.to(self.embedding.device)
-        with Taps(self.model, taps) as tapped:
-            last = self.model.model(input_ids=padded, use_cache=False).last_hidden_state
-        joined = tapped.joined()
+        cache = DynamicCache(config=self.model.config)
+        parts = [self._forward(padded[:1, :prefix], cache, taps)] if prefix else []
+        if parts:
+            cache.batch_repeat_interleave(len(batch))
+        parts.append(self._forward(padded[:, prefix:], cache, taps))
+        joined = torch.cat([p.taps.expand(len(batch), -1, -1) for p in parts], dim=1)
+        last = torch.cat([p.last.expand(len(batch), -1, -1) for p in parts], dim=1)
         return [
             Features(taps=joined[i, : len(ids)].clone(), last=last[i, : len(ids)].clone())
             for i, ids in enumerate(batch)
         ]
+
+    def _forward(self, ids: Tensor, cache: DynamicCache, taps: Sequence[int]) -> "Features":
+        """Taps and last with a batch dimension; extends the cache."""
+        with Taps(self.model, taps) as tapped:
+            last = backbone(self.model)(
+                input_ids=ids, past_key_values=cache, use_cache=True
+            ).last_hidden_state
+        return Features(tapped.joined(), last)
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:
@@ -121,8 +136,8 @@ class Features:
 class Taps:
     """Context manager that keeps the outputs of the tapped decoder layers of one forward."""
 
-    def __init__(self, model: nn.Module, taps: Sequence[int]):
-        self.layers = [model.model.layers[i] for i in taps]
+    def __init__(self, model: PreTrainedModel, taps: Sequence[int]):
+        self.layers: list[nn.Module] = [backbone(model).layers[i] for i in taps]
         self.outputs: list[Tensor] = []
 
     def __enter__(self) -> "Taps":
@@ -141,14 +156,30 @@ class Taps:
         self.outputs.append(output if isinstance(output, Tensor) else output[0])
 
 
+def backbone(model: PreTrainedModel) -> Any:
+    """The decoder without its head: `.layers`, called with input_ids."""
+    return model.model
+
+
+def common_prefix(batch: Sequence[Sequence[int]]) -> int:
+    """Length of the longest prefix of all sequences that leaves each at least one token."""
+    if len(batch) < 2:
+        return 0
+    first, last = min(map(list, batch)), max(map(list, batch))
+    shortest = min(len(ids) for ids in batch)
+    return next((i for i in range(shortest - 1) if first[i] != last[i]), shortest - 1)
+
+
 def load_target(folder: str | os.PathLike, dtype: torch.dtype, device: str = "cpu") -> Target:
     """Load a frozen target in eval mode. Raises ValueError if the folder cannot be loaded."""
     target_id(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, local_files_only=True
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the target in {folder}: {error}") from error
-    model = model.to(device).eval().requires_grad_(False)
+    model: Any = model.to(device).eval().requires_grad_(False)
     return Target(
         model=model,
         dtype=dtype,
@@ -182,6 +213,6 @@ def open_tensors(folder: str | os.PathLike) -> Callable[[str], Tensor | None]:
     def read(name: str) -> Tensor | None:
         path = folder / where.get(name, "model.safetensors")
         with safe_open(path, framework="pt") as file:
-            return file.get_tensor(name) if name in file.keys() else None
+            return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118
 
     return read

@@ -62,7 +62,9 @@ def _cost_at(k: int, costs: Sequence[Cost]) -> float:
     return low.cost + (high.cost - low.cost) * (k - low.k) / (high.k - low.k)
 
 
-def _timed(url: str, requests: Sequence[Request], concurrency: int) -> tuple[list[Completion], float]:
+def _timed(
+    url: str, requests: Sequence[Request], concurrency: int
+) -> tuple[list[Completion], float]:
     started = time.perf_counter()
     answers = complete(url, requests, concurrency)
     return answers, time.perf_counter() - started

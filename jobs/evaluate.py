@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from torch import Tensor
 from tqdm import tqdm
 
 from dflash.acceptance import num_rounds, positions, tau, tau_macro
@@ -23,14 +24,23 @@ from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import print_table
 from jobs.registry import resolve
+from jobs.report import write_report
 from jobs.samples import load_requests
 from jobs.shape import drafter_config
 from store.files import commit
-from store.ids import short_hash
+from store.ids import drafter_version, short_hash
 from store.schemas import ACCEPTANCE
-from store.shards import is_complete, shard_info, write_manifest, write_shard
+from store.shards import (
+    is_complete,
+    read_manifests,
+    shard_info,
+    write_manifest,
+    write_shard,
+)
 
 Row = dict[str, Any]
+Borrowed = tuple[Tensor, Tensor]
+"""The target's embedding and head."""
 
 
 def run(cfg: Config) -> dict[str, Any]:
@@ -72,8 +82,6 @@ def run(cfg: Config) -> dict[str, Any]:
     }
     save_json(cfg.path("evaluations", f"{folder.name}.json"), evaluation)
     _print(evaluation)
-    from jobs.report import write_report
-
     report = write_report(cfg, cfg.path("reports", f"{folder.name}.html"))
     return {"stage": "evaluate", "report": str(report), **evaluation}
 
@@ -100,7 +108,9 @@ def check_shape(cfg: Config, folder: Path) -> None:
             )
 
 
-def replay_all(drafter: Drafter, borrowed, requests: list[Request]) -> dict[int, list[list[int]]]:
+def replay_all(
+    drafter: Drafter, borrowed: Borrowed, requests: list[Request]
+) -> dict[int, list[list[int]]]:
     """Walks for every K from 1 to block_size - 1."""
     bar = tqdm(range(1, drafter.cfg.num_drafts + 1), desc="replay", unit="K")
     return {k: replay(drafter, *borrowed, requests, k) for k in bar}
@@ -115,15 +125,16 @@ def commit_walks(
     walks: dict[int, list[list[int]]],
 ) -> None:
     """The walks as acceptance rows of origin replay, under a name made from what was replayed."""
-    version = weights_sha256(folder)[:12]
+    version = drafter_version(weights_sha256(folder))
     now = datetime.now(UTC)
     found = [
         acceptance_row(row, rounds, k, drafter.cfg.block_size, "replay", version, identity, now)
         for k, walk in walks.items()
-        for row, rounds in zip(rows, walk)
+        for row, rounds in zip(rows, walk, strict=True)
     ]
     key = short_hash(["replay", version, identity, [row["sample_id"] for row in rows]])
-    commit_rows(cfg, key, found, {"drafter": str(folder.name), "origin": "replay"})
+    inputs = {"drafter_version": version, "origin": "replay", "split": cfg.evaluate.split}
+    commit_rows(cfg, key, found, inputs)
 
 
 def acceptance_row(
@@ -159,16 +170,17 @@ def acceptance_row(
 
 
 def commit_rows(cfg: Config, key: str, rows: list[Row], inputs: dict[str, Any]) -> None:
-    """Publish acceptance rows once under `key`."""
+    """Publish acceptance rows once under `key`, in place of older rows with the same inputs."""
     folder = cfg.path("acceptance")
     path = folder / f"{key}.parquet"
     table = pa.Table.from_pylist(rows, schema=ACCEPTANCE)
     shard = shard_info(path) if is_complete(path) else write_shard(path, table)
-    write_manifest(folder, key, [shard], inputs)
+    older = [m["key"] for m in read_manifests(folder) if m["inputs"] == inputs and m["key"] != key]
+    write_manifest(folder, key, [shard], inputs, replaces=older)
 
 
 def describe(cfg: Config, rows: list[Row], accepted: list[list[int]], k: int) -> dict[str, Any]:
-    """tau pooled, macro, per domain, per position, and a bootstrap interval by conversation."""
+    """Tau pooled, macro, per domain, per position, and a bootstrap interval by conversation."""
     draws = bootstrap(rows, [accepted], cfg.evaluate.bootstrap)[0]
     return {
         "pooled": tau(accepted),
@@ -189,7 +201,7 @@ def domains(rows: list[Row]) -> list[str]:
 
 def pick(rows: list[Row], accepted: list[list[int]], domain: str) -> list[list[int]]:
     """The requests of one domain."""
-    return [a for row, a in zip(rows, accepted) if row["domain"] == domain]
+    return [a for row, a in zip(rows, accepted, strict=True) if row["domain"] == domain]
 
 
 def bootstrap(rows: list[Row], walks: list[list[list[int]]], count: int) -> np.ndarray:
@@ -218,7 +230,7 @@ def _baseline(
     folder: Path,
     rows: list[Row],
     requests: list[Request],
-    borrowed,
+    borrowed: Borrowed,
     ours: list[list[int]],
 ) -> dict[str, Any] | None:
     """Paired comparison with evaluate.baseline, else with the champion, else None."""

@@ -37,6 +37,7 @@ from store.traffic import read_traffic
 
 FEATURE_DTYPE = "bfloat16"
 CHECKED_POSITIONS = 16
+PREFIX = 32
 MIN_ARGMAX_MATCH = 0.9
 """Near ties make the recorded greedy token differ from our argmax now and then (98.75 % agreed in
 bfloat16 on another engine); below this the features are not those of the model that answered."""
@@ -47,7 +48,9 @@ Row = dict[str, Any]
 class Backend(Protocol):
     """What a harvest engine must do: features of a batch of token id sequences."""
 
-    def features(self, batch: Sequence[Sequence[int]], taps: Sequence[int]) -> list[Features]: ...
+    def features(self, batch: Sequence[Sequence[int]], taps: Sequence[int]) -> list[Features]:
+        """Tap outputs and last hidden states of each sequence."""
+        ...
 
 
 def run(cfg: Config) -> dict[str, Any]:
@@ -94,7 +97,7 @@ def _harvest(cfg: Config, rows: list[Row], folder: Path) -> list[ShardInfo]:
     size = cfg.harvest.samples_per_shard
     chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
     paths = [folder / f"{short_hash([r['sample_id'] for r in chunk])}.parquet" for chunk in chunks]
-    missing = [(p, c) for p, c in zip(paths, chunks) if not is_complete(p)]
+    missing = [(p, c) for p, c in zip(paths, chunks, strict=True) if not is_complete(p)]
     with cluster(cfg), tqdm(total=len(rows), desc="harvest", unit="sample") as bar:
         bar.update(len(rows) - sum(len(chunk) for _, chunk in missing))
         if missing:
@@ -109,8 +112,12 @@ def _run_actors(cfg: Config, missing: list[tuple[Path, list[Row]]], bar: tqdm) -
         for _ in range(min(cfg.harvest.workers, len(missing)))
     ]
     pool = ray.util.ActorPool(actors)
-    for rows in pool.map_unordered(lambda actor, item: actor.shard.remote(*item), missing):
-        bar.update(rows)
+    for count in pool.map_unordered(_shard, missing):
+        bar.update(count)
+
+
+def _shard(actor: Any, item: tuple[Path, list[Row]]) -> Any:
+    return actor.shard.remote(*item)
 
 
 @ray.remote
@@ -131,7 +138,7 @@ class Harvester:
         found = {}
         for batch in _batches(rows, self.cfg.harvest.batch_tokens):
             ids = [[*row["prompt_ids"], *row["output_ids"]] for row in batch]
-            for row, features in zip(batch, self.backend.features(ids, self.taps)):
+            for row, features in zip(batch, self.backend.features(ids, self.taps), strict=True):
                 found[row["sample_id"]] = feature_row(row, features, self._head())
         width = len(found[rows[0]["sample_id"]]["hi"]) // found[rows[0]["sample_id"]]["n_tokens"]
         schema = features_schema(self.identity, list(self.taps), width // len(self.taps))
@@ -192,9 +199,16 @@ def argmax_match(row: Row, last: Tensor, head: Tensor) -> float:
 
 
 def _batches(rows: list[Row], batch_tokens: int) -> Iterator[list[Row]]:
-    """Rows of similar length whose padded rectangle holds at most `batch_tokens` (or one row)."""
+    """Rows with a similar prompt and length; the padded rectangle holds at most `batch_tokens`.
+
+    The backend computes a prompt prefix that a whole batch shares only once.
+    """
     batch: list[Row] = []
-    for row in sorted(rows, key=lambda r: len(r["prompt_ids"]) + len(r["output_ids"])):
+
+    def order(row: Row) -> tuple[list[int], int]:
+        return row["prompt_ids"][:PREFIX], len(row["prompt_ids"]) + len(row["output_ids"])
+
+    for row in sorted(rows, key=order):
         longest = len(row["prompt_ids"]) + len(row["output_ids"])
         if batch and longest * (len(batch) + 1) > batch_tokens:
             yield batch

@@ -28,7 +28,7 @@ def target_taps(cfg: Config) -> tuple[int, ...]:
 
 
 def drafter_config(cfg: Config) -> DrafterConfig:
-    """A new drafter: the target's widths, a plain RoPE of the target's base, our depth and block."""
+    """A new drafter: the target's widths, plain RoPE of the target's base, our depth and block."""
     target = target_config(cfg)
     rope = target.get("rope_parameters") or target
     heads = target["num_attention_heads"]

@@ -3,8 +3,8 @@
 from typing import Any
 
 import mlflow
-from mlflow.data.meta_dataset import MetaDataset
 from mlflow.data.code_dataset_source import CodeDatasetSource
+from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
 

@@ -13,8 +13,8 @@ from typing import Any
 from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import print_table
+from jobs.demo_traffic import Prompt, prompts
 from jobs.serve import server
-from pipelines.demo_traffic import Prompt, prompts
 from serving.client import Request, complete
 
 

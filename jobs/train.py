@@ -169,9 +169,7 @@ class Loop:
         self.samples = trainable(load_samples(cfg, ["train"])["train"])
         self.val = load_requests(cfg, "val")[1][: cfg.train.val_samples]
         self.drafter = new_drafter(cfg)
-        self.optimizers = build_optimizers(
-            self.drafter, cfg.train.optimizer, cfg.train.lr, dtype
-        )
+        self.optimizers = build_optimizers(self.drafter, cfg.train.optimizer, cfg.train.lr, dtype)
         seen = torch.cat([s.ids[s.loss_mask] for s in self.samples]).unique()
         self.candidates = Candidates(seen, len(self.head), cfg.train.random_candidates)
         self.step, self.best, self.seconds, self.slots = 0, {"tau": 0.0, "step": -1}, 0.0, 0
@@ -207,9 +205,7 @@ class Loop:
         weights = decay_weights(self.drafter.cfg.num_drafts, cfg.gamma)
         batch = step_batch(self.samples, mine, cfg.anchors, weights, cfg.seed)
         draw = generator("candidates", cfg.seed, self.step)
-        out = step_loss(
-            self.drafter, batch, self.embedding, self.head, self.candidates, draw
-        )
+        out = step_loss(self.drafter, batch, self.embedding, self.head, self.candidates, draw)
         totals = self._sum(torch.stack([out.loss.detach().double(), out.weight.double()]))
         check_finite(totals[0], [self.samples[i].sample_id for _, i in picks], self.step)
         (out.loss / totals[1]).backward()
@@ -221,6 +217,7 @@ class Loop:
     def _clip_and_step(self, scale: float) -> float:
         params = list(self.drafter.parameters())
         for param in params:
+            assert param.grad is not None
             self._sum(param.grad)
         norm = torch.nn.utils.clip_grad_norm_(params, self.train_cfg.clip)
         for optimizer in self.optimizers:
@@ -283,7 +280,7 @@ class Loop:
         """Continue where `save` was called."""
         state = torch.load(folder / STATE, weights_only=True)
         self.drafter.load_state_dict(state["drafter"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         for name in ("step", "best", "best_state", "seconds", "slots"):
             setattr(self, name, state[name])

@@ -31,7 +31,7 @@ from jobs.shape import target_config
 from serving.acceptance import served_row
 from serving.client import Completion, Request, compare_speed, complete
 from serving.greedy import greedy_check
-from store.ids import short_hash
+from store.ids import drafter_version, short_hash
 
 Row = dict[str, Any]
 TIE_BOUND = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
@@ -67,7 +67,7 @@ def _verify(
             f"no held-out sample of domain {cfg.verify.domain!r} (verify.domain): "
             f"there are {', '.join(domains(rows))}"
         )
-    sha = weights_sha256(folder)[:12]
+    sha = drafter_version(weights_sha256(folder))
     result: dict[str, Any] = {"reference": check_reference(cfg, folder, rows)}
     walks = replay_by_k(cfg, folder, recorded)
     with server(serving(cfg), "verify-plain.log") as plain:
@@ -210,8 +210,8 @@ def check_reference(cfg: Config, folder: Path, rows: list[Row]) -> dict[str, Any
 
 def end_tokens(cfg: Config) -> list[int]:
     """The target's end-of-text ids."""
-    end = target_config(cfg).get("eos_token_id")
-    return end if isinstance(end, list) else [end]
+    end = target_config(cfg)["eos_token_id"]
+    return [int(i) for i in (end if isinstance(end, list) else [end])]
 
 
 def commit_served(
@@ -234,12 +234,13 @@ def commit_served(
         for row, answer in zip(rows, answers, strict=True)
     ]
     key = short_hash(["served", sorted(answer.request_id for answer in answers)])
-    commit_rows(cfg, key, found, {"drafter_version": sha, "origin": "served"})
+    inputs = {"drafter_version": sha, "origin": "served", "split": cfg.evaluate.split}
+    commit_rows(cfg, key, found, inputs)
     return [row["accepted"] for row in found]
 
 
 def table(rows: list[Row], accepted: list[list[int]], k: int) -> dict[str, Any]:
-    """tau pooled, per domain, per position."""
+    """Tau pooled, per domain, per position."""
     return {
         "pooled": tau(accepted),
         "domains": {name: tau(pick(rows, accepted, name)) for name in domains(rows)},
@@ -248,7 +249,7 @@ def table(rows: list[Row], accepted: list[list[int]], k: int) -> dict[str, Any]:
 
 
 def pooled_by_vllm(answers: list[Completion]) -> float:
-    """vLLM's own pooled figure, drafts behind the end of text included."""
+    """VLLM's own pooled figure, drafts behind the end of text included."""
     specs = [a.spec for a in answers if a.spec]
     steps = sum(s["num_spec_steps"] for s in specs)
     return 1 + sum(s["num_accepted_draft_tokens"] for s in specs) / steps
@@ -268,7 +269,7 @@ def show(result: dict[str, Any]) -> None:
     replayed, counted = result["tau_replay"], result["tau_served"]
     lines = [["pooled", replayed["pooled"], counted["pooled"]]]
     lines += [[n, replayed["domains"][n], counted["domains"][n]] for n in replayed["domains"]]
-    pairs = zip(replayed["positions"], counted["positions"])
+    pairs = zip(replayed["positions"], counted["positions"], strict=True)
     lines += [[f"draft {i} accepted", a, b] for i, (a, b) in enumerate(pairs, 1)]
     print_table(f"tau, K = {result['k']}", ["slice", "replayed", "served by vLLM"], lines)
     speeds = [

@@ -1,0 +1,1 @@
+"""Compositions of jobs: nothing but order, idempotence and triggers."""

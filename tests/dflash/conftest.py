@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dflash.config import DrafterConfig
 from dflash.decode import decode
@@ -14,28 +13,15 @@ from dflash.model import Drafter
 from dflash.optim import build_optimizers
 from dflash.target import Target, load_target
 from dflash.train import generator, step_batch, step_indices, step_loss
+from tests.tiny import KINDS, make_target
 
-SHAPE = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    initializer_range=0.4,
-)
-KINDS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+# Two threads on matrices this small only wait for each other.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", params=sorted(KINDS))
 def target_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config, model = KINDS[request.param]
-    torch.manual_seed(1)
-    folder = tmp_path_factory.mktemp(request.param)
-    model(config(**SHAPE)).save_pretrained(folder)
-    return folder
+    return make_target(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="session")

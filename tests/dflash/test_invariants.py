@@ -8,7 +8,7 @@ from dflash.checkpoint import load_drafter, save_drafter
 from dflash.decode import decode
 from dflash.init import random_drafter
 from dflash.model import block_embeds
-from dflash.replay import Request, draft, replay
+from dflash.replay import Request, replay
 
 ANCHORS = torch.tensor([[7, 10, 20]])
 
@@ -87,7 +87,7 @@ def test_training_forward_equals_stepwise_cached_forward(drafter, target, sample
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
 def test_replay_equals_reference_decode_round_by_round(trained, target, samples, num_drafts):
     replayed = replay(trained, target.embedding, target.head, requests(samples), num_drafts)
-    for sample, rounds in zip(samples, replayed):
+    for sample, rounds in zip(samples, replayed, strict=True):
         prompt = sample.ids[~sample.loss_mask].tolist()
         real = decode(target, prompt, 40, (), trained, num_drafts)
         assert real.output_ids == sample.ids[sample.loss_mask].tolist(), "drafting changed the text"

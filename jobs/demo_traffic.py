@@ -53,7 +53,8 @@ DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 REQUESTS = ["a refund", "a replacement", "a repair", "a call back"]
 TICKETS = [
     "{name}, {city}, order {order}: my {product} has {problem} since {day}. I want {request}.",
-    "This is {name} in {city}. Since {day} my {product} has {problem}. I want {request} for order {order}.",
+    "This is {name} in {city}. Since {day} my {product} has {problem}. "
+    "I want {request} for order {order}.",
     "Order {order} from {city}: the {product} has {problem} since {day}. Send {request}. {name}.",
 ]
 

@@ -1,0 +1,55 @@
+"""Features of a target: equal with and without padding and shared prefixes; identity."""
+
+import json
+
+import pytest
+import torch
+
+from dflash.target import common_prefix, load_target, target_id
+
+TAPS = (1, 2, 4)
+
+
+def test_features_are_hidden_states_at_tap_plus_one(target):
+    ids = torch.randint(0, 90, (1, 17), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        states = target.model(ids, output_hidden_states=True).hidden_states
+    expected = torch.cat([states[i + 1][0] for i in TAPS], dim=-1)
+    torch.testing.assert_close(target.features(ids.tolist(), TAPS)[0].taps, expected)
+
+
+def test_a_shared_prefix_and_padding_change_nothing(target):
+    batch = [[5, 6, 7, 8, 1], [5, 6, 7, 9, 2, 3, 4], [5, 6, 7, 8]]
+    assert common_prefix(batch) == 3
+    for ids, together in zip(batch, target.features(batch, TAPS), strict=True):
+        alone = target.features([ids], TAPS)[0]
+        torch.testing.assert_close(together.taps, alone.taps, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(together.last, alone.last, rtol=1e-4, atol=1e-4)
+
+
+def test_common_prefix_leaves_a_token():
+    assert common_prefix([[1, 2, 3], [1, 2, 3]]) == 2
+    assert common_prefix([[1], [1, 2]]) == 0
+    assert common_prefix([[1, 2, 3]]) == 0
+
+
+def test_identity_changes_with_weights_config_and_template(target_folder, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(target_folder, tmp_path / "copy")
+    first = target_id(copy)
+    assert first == target_id(target_folder)
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    second = target_id(copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    third = target_id(copy)
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(bytes(weights))
+    assert len({first, second, third, target_id(copy)}) == 4
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"is not a model folder.*target\.path"):
+        load_target(tmp_path, torch.float32)

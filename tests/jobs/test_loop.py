@@ -1,0 +1,186 @@
+"""Ingest, harvest, train and evaluate in a row, on a tiny target: real Ray, Parquet and MLflow."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+from safetensors.torch import load_file
+
+from dflash.acceptance import tau
+from dflash.checkpoint import load_drafter, save_drafter
+from dflash.decode import decode
+from dflash.init import random_drafter
+from dflash.target import load_target, target_id
+from dflash.train import generator
+from jobs import evaluate, harvest, ingest, train
+from jobs.config import Config, load
+from jobs.samples import load_samples
+from jobs.shape import drafter_config
+from store.schemas import ACCEPTANCE, FEATURES
+from store.shards import read_dataset
+from tests.tiny import make_target
+
+NUM_REQUESTS = 48
+SETTINGS = [
+    "drafter.num_taps=3",
+    "drafter.block_size=5",
+    "drafter.mask_token_id=96",
+    "drafter.init=random",
+    "harvest.samples_per_shard=20",
+    "ingest.val_percent=15",
+    "ingest.test_percent=15",
+    "train.steps=12",
+    "train.val_every=4",
+    "train.checkpoint_every=4",
+    "target.dtype=float32",
+]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory, ray_cluster):
+    """A work folder with a target, its captured greedy traffic, ingested and harvested."""
+    folder = tmp_path_factory.mktemp("work")
+    make_target(folder / "target")
+    target = load_target(folder / "target", torch.float32)
+    (folder / "capture").mkdir()
+    with open(folder / "capture" / "log.jsonl", "w") as log:
+        for i in range(NUM_REQUESTS):
+            prompt = torch.randint(1, 90, (4 + i % 5,), generator=generator("loop", i)).tolist()
+            answer = decode(target, prompt, 20, [0])
+            log.write(json.dumps(record(i, prompt, answer.output_ids)) + "\n")
+    cfg = configure(folder)
+    ingest.run(cfg)
+    harvest.run(cfg)
+    return folder
+
+
+def record(i, prompt, output):
+    return {
+        "v": 1,
+        "captured_at": "2026-01-02T03:04:05Z",
+        "request_id": f"r{i}",
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "finish_reason": "length",
+        "temperature": 0.0,
+        "conversation_id": f"c{i}",
+        "domain": "ab"[i % 2],
+    }
+
+
+def configure(folder, *more) -> Config:
+    return load(None, [f"work={folder}", *SETTINGS, *more])
+
+
+def test_harvest_stores_the_targets_features_and_reuses_them(work):
+    cfg = configure(work)
+    again = harvest.run(cfg)
+    assert again["samples"] == 0
+    rows = read_dataset(harvest.features_folder(cfg, target_id(cfg.target_path)), FEATURES)
+    assert rows.num_rows == again["reused"]
+    assert min(rows["argmax_match"].to_pylist()) == 1.0
+    target = load_target(cfg.target_path, torch.float32)
+    sample = load_samples(cfg, ["train"])["train"][0]
+    expected = target.features([sample.ids.tolist()], drafter_config(cfg).target_layer_ids)[0].taps
+    torch.testing.assert_close(sample.features, expected.bfloat16(), rtol=1e-2, atol=1e-2)
+
+
+def test_train_then_evaluate(work):
+    cfg = configure(work)
+    trained = train.run(cfg)
+    assert train.run(cfg)["reused"] is True
+    [run] = MlflowClient(cfg.mlflow_uri).search_runs(
+        ["1"], f"tags.`flywheel.run` = '{trained['name']}'"
+    )
+    assert run.data.metrics["val_tau"] >= 1.0
+    assert run.inputs.dataset_inputs[0].dataset.name == "traffic"
+    losses = MlflowClient(cfg.mlflow_uri).get_metric_history(run.info.run_id, "loss")
+    assert [m.step for m in losses] == list(range(1, 13))
+    evaluation = evaluate.run(cfg)
+    assert evaluation["drafter"] == trained["name"]
+    low, high = evaluation["tau"]["ci"]
+    assert low <= evaluation["tau"]["pooled"] <= high
+    rows = read_dataset(cfg.path("acceptance"), ACCEPTANCE).to_pylist()
+    full = [row["accepted"] for row in rows if row["k"] == 4]
+    assert tau(full) == pytest.approx(evaluation["tau"]["pooled"])
+    assert {row["k"] for row in rows} == {1, 2, 3, 4}
+
+
+def test_zero_steps_export_the_base(work, tmp_path):
+    cfg = configure(work)
+    base = save_drafter(random_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)
+    trained = train.run(configure(work, f"train.base={base}", "train.steps=0"))
+    for name in ("config.json", "model.safetensors"):
+        assert (base / name).read_bytes() == (
+            work / "drafters" / trained["name"] / name
+        ).read_bytes()
+
+
+def test_a_base_for_another_target_is_refused(work, tmp_path):
+    cfg = configure(work, "drafter.taps=[1,2]")
+    base = save_drafter(random_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)
+    with pytest.raises(ValueError, match=r"target_layer_ids \(1, 2\).*other features"):
+        train.run(configure(work, f"train.base={base}"))
+    with pytest.raises(ValueError, match=r"target_layer_ids.*another target"):
+        evaluate.run(configure(work, f"evaluate.drafter={base}"))
+
+
+def test_features_of_another_answer_are_refused(work):
+    target = load_target(work / "target", torch.float32)
+    row = {
+        "sample_id": "x",
+        "prompt_ids": [1, 2, 3],
+        "output_ids": [4, 5, 6, 7],
+        "temperature": 0.0,
+    }
+    features = target.features([[1, 2, 3, 4, 5, 6, 7]], (1, 3))[0]
+    with pytest.raises(ValueError, match="this target did not write this answer"):
+        harvest.feature_row(row, features, target.head)
+    features.taps[2] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        harvest.feature_row(row, features, target.head)
+    features.taps.zero_()
+    with pytest.raises(ValueError, match="zero"):
+        harvest.feature_row(row, features, target.head)
+
+
+@pytest.mark.slow
+def test_two_workers_give_the_weights_of_one(work):
+    one = train.run(configure(work, "train.seed=3"))
+    two = train.run(configure(work, "train.seed=3", "train.workers=2"))
+    first = load_drafter(one["folder"]).state_dict()
+    second = load_drafter(two["folder"]).state_dict()
+    assert one["name"] != two["name"]
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name], rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_uninterrupted(work):
+    """SIGKILL of the whole process tree after the first checkpoint; the rerun continues."""
+    settings = ["train.steps=40", "train.val_samples=1"]
+    whole = train.run(configure(work, *settings, "train.seed=5"))
+    other = work.with_name(work.name + "-killed")
+    subprocess.run(["cp", "-r", str(work), str(other)], check=True)
+    subprocess.run(["rm", "-rf", str(other / "drafters"), str(other / "runs")], check=True)
+    words = [f"work={other}", *SETTINGS, *settings, "train.seed=5"]
+    command = [sys.executable, "-m", "jobs.train", *words]
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    process = subprocess.Popen(command, start_new_session=True, env=env)
+    while not list((other / "runs").glob("*/checkpoint_*")):
+        assert process.poll() is None, "training ended before it could be killed"
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not list((other / "drafters").glob("drafter-*")), "nothing may be exported yet"
+    resumed = train.run(load(None, words))
+    assert resumed["name"] == whole["name"]
+    first = load_file(f"{whole['folder']}/model.safetensors")
+    second = load_file(f"{resumed['folder']}/model.safetensors")
+    assert all(torch.equal(first[name], second[name]) for name in first)
