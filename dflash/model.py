@@ -150,6 +150,16 @@ class Drafter(nn.Module):
         return torch.stack([angles.cos(), angles.sin()])
 
 
+def new_drafter(cfg: DrafterConfig, seed: int) -> Drafter:
+    """An untrained drafter: normal(0, 0.02) matrices, unit norms."""
+    drafter = Drafter(cfg)
+    draw = torch.Generator().manual_seed(seed)
+    for param in drafter.parameters():
+        if param.ndim == 2:
+            torch.nn.init.normal_(param, std=0.02, generator=draw)
+    return drafter
+
+
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Rotary embedding, half-split (neox) layout: x [B, heads, L, D]."""
     cos, sin = rope

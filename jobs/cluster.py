@@ -26,7 +26,12 @@ def cluster(cfg: Config) -> Iterator[None]:
         auth = logging.getLogger("ray._private.authentication.authentication_token_setup")
         auth.setLevel(logging.ERROR)
         cpus = cfg.ray.num_cpus or None
-        ray.init(num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
+        ray.init(
+            num_cpus=cpus,
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            log_to_driver=False,  # errors and progress come through the driver
+        )
     try:
         yield
     finally:

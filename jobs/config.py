@@ -94,7 +94,6 @@ class Drafter:
     mask_token_id: int = setting(
         -1, "token of the masked slots; -1: an unused special token", minimum=-1
     )
-    init: Literal["target", "random"] = setting("target", "target: copy what fits from the target")
 
     def __post_init__(self) -> None:
         if any(low >= high for low, high in pairwise(self.taps)):
@@ -106,13 +105,13 @@ class Train:
     """Features to a drafter."""
 
     base: str = setting("", "drafter folder to start from; empty: a new one", path=True)
-    steps: int = setting(600, "optimizer steps; 0 exports the base as it is", minimum=0)
+    steps: int = setting(260, "optimizer steps; 0 exports the base as it is", minimum=0)
     batch_size: int = setting(4, "samples in a step, over all workers", minimum=1)
     anchors: int = setting(32, "random anchors per sample and step", minimum=1)
     optimizer: Literal["muon", "adamw"] = setting(
         "muon", "muon: matrices by Muon, vectors by AdamW"
     )
-    lr: float = setting(5e-3, "peak learning rate", minimum=0)
+    lr: float = setting(2e-2, "peak learning rate", minimum=0)
     warmup: float = setting(0.05, "share of the steps with rising learning rate", minimum=0)
     gamma: float = setting(4.0, "decay of the loss over slots: exp(-(k - 1) / gamma)", minimum=0)
     clip: float = setting(1.0, "largest gradient norm", minimum=0)
@@ -125,8 +124,8 @@ class Train:
     val_samples: int = setting(24, "val requests replayed to choose the best weights", minimum=1)
     workers: int = setting(1, "Ray Train workers", minimum=1)
     seed: int = setting(0, "seed of anchors, order and new weights", minimum=0)
-    val_every: int = setting(100, "steps between replay evaluations on the val split", minimum=1)
-    checkpoint_every: int = setting(100, "steps between resumable checkpoints", minimum=1)
+    val_every: int = setting(65, "steps between replay evaluations on the val split", minimum=1)
+    checkpoint_every: int = setting(65, "steps between resumable checkpoints", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,9 +184,9 @@ class Serve:
 class Demo:
     """The simulated clients of the demo."""
 
-    tickets: int = setting(300, "prompts of the narrow domain", minimum=1)
-    general: int = setting(30, "prompts of the general domain", minimum=1)
-    max_tokens: int = setting(112, "longest answer", minimum=8)
+    tickets: int = setting(260, "prompts of the narrow domain", minimum=1)
+    general: int = setting(24, "prompts of the general domain", minimum=1)
+    max_tokens: int = setting(96, "longest answer", minimum=8)
     concurrency: int = setting(32, "clients at the same time", minimum=1)
     seed: int = setting(0, "seed of the prompts", minimum=0)
 

@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from dflash.acceptance import num_rounds, positions, tau, tau_macro
 from dflash.checkpoint import compat_fields, compat_key, load_drafter, read_config, weights_sha256
-from dflash.init import random_drafter
-from dflash.model import Drafter
+from dflash.model import Drafter, new_drafter
 from dflash.replay import Request, replay
 from dflash.target import load_borrowed, resolve_dtype, target_id
 from jobs.cli import run_as_module
@@ -259,7 +258,7 @@ def _baseline(
 def untrained_walks(cfg: Config, requests: list[Request], k: int) -> list[list[int]]:
     """Walks of a random drafter of the configured shape: what the loop starts from."""
     borrowed = load_borrowed(cfg.target_path, resolve_dtype(cfg.target.dtype))
-    drafter = random_drafter(drafter_config(cfg), cfg.train.seed)
+    drafter = new_drafter(drafter_config(cfg), cfg.train.seed)
     return replay(drafter, *borrowed, requests, k)
 
 

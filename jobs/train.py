@@ -15,16 +15,14 @@ from typing import Any
 
 import ray.train
 import torch
-from ray.experimental import tqdm_ray
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import Tensor, distributed
 
 from dflash.acceptance import tau
 from dflash.checkpoint import load_drafter, read_config, save_drafter
-from dflash.init import random_drafter, target_drafter
 from dflash.loss import Candidates, Sample, decay_weights, valid_anchors
-from dflash.model import Drafter
+from dflash.model import Drafter, new_drafter
 from dflash.optim import build_optimizers, lr_scale
 from dflash.replay import Request, replay
 from dflash.target import load_borrowed, resolve_dtype, target_id
@@ -34,6 +32,7 @@ from jobs.cluster import cluster
 from jobs.config import Config
 from jobs.console import print_table
 from jobs.harvest import features_folder
+from jobs.progress import advance, follow
 from jobs.samples import load_requests, load_samples
 from jobs.shape import drafter_config, target_taps
 from jobs.tracking import Tracker
@@ -88,7 +87,7 @@ def run_name(cfg: Config) -> tuple[str, int]:
         )
     val = read_traffic(cfg.path("traffic"), identity, "val")
     shape = asdict(_shape(cfg))
-    settings = asdict(cfg.train) | {"init": cfg.drafter.init, "dtype": cfg.target.dtype}
+    settings = asdict(cfg.train) | {"dtype": cfg.target.dtype}
     data = [table["sample_id"].to_pylist() for table in (train, val)]
     return f"drafter-{short_hash([identity, data, shape, settings])[:12]}", train.num_rows
 
@@ -133,7 +132,8 @@ def _fit(cfg: Config, name: str, mlflow_run: str) -> dict[str, Any]:
         ),
     )
     try:
-        result = trainer.fit()
+        with follow(progress_file(cfg, name), cfg.train.steps, "train", "step"):
+            result = trainer.fit()
     except ray.train.TrainingFailedError as error:
         cause = next(iter(getattr(error, "worker_failures", {}).values()), error)
         raise ValueError(f"training {name} failed: {cause}") from error
@@ -145,7 +145,7 @@ def _fit(cfg: Config, name: str, mlflow_run: str) -> dict[str, Any]:
 def _worker(config: dict[str, Any]) -> None:
     """One rank. Everything random follows from (seed, step): resuming needs no random state."""
     cfg, name = config["cfg"], config["name"]
-    loop = Loop(cfg, Tracker.join(cfg, config["mlflow_run"]))
+    loop = Loop(cfg, name, Tracker.join(cfg, config["mlflow_run"]))
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:
         with checkpoint.as_directory() as path:
@@ -160,7 +160,8 @@ def _worker(config: dict[str, Any]) -> None:
 class Loop:
     """A rank's training state and its steps."""
 
-    def __init__(self, cfg: Config, tracker: Tracker):
+    def __init__(self, cfg: Config, name: str, tracker: Tracker):
+        self.progress = progress_file(cfg, name)
         self.cfg, self.train_cfg, self.tracker = cfg, cfg.train, tracker
         context = ray.train.get_context()
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
@@ -168,7 +169,7 @@ class Loop:
         self.embedding, self.head = load_borrowed(cfg.target_path, dtype)
         self.samples = trainable(load_samples(cfg, ["train"])["train"])
         self.val = load_requests(cfg, "val")[1][: cfg.train.val_samples]
-        self.drafter = new_drafter(cfg)
+        self.drafter = start_drafter(cfg)
         self.optimizers = build_optimizers(self.drafter, cfg.train.optimizer, cfg.train.lr, dtype)
         seen = torch.cat([s.ids[s.loss_mask] for s in self.samples]).unique()
         self.candidates = Candidates(seen, len(self.head), cfg.train.random_candidates)
@@ -179,24 +180,19 @@ class Loop:
     def train(self) -> None:
         """Run the remaining steps; validate and report on the way."""
         cfg = self.train_cfg
-        bar = tqdm_ray.tqdm(total=cfg.steps, desc="train", unit="step") if self.rank == 0 else None
-        if bar:
-            bar.update(self.step)
         if self.step == 0:
             self._validate()
         while self.step < cfg.steps:
             started = time.perf_counter()
             self._one_step()
             self.seconds += time.perf_counter() - started
-            if bar:
-                bar.update(1)
+            if self.rank == 0:
+                advance(self.progress, self.step)
             last = self.step == cfg.steps
             if self.step % cfg.val_every == 0 or last:
                 self._validate()
             if self.step % cfg.checkpoint_every == 0 or last:
                 self._report()
-        if bar:
-            bar.close()
 
     def _one_step(self) -> None:
         cfg = self.train_cfg
@@ -297,14 +293,16 @@ class Loop:
         return {name: t.detach().clone() for name, t in self.drafter.state_dict().items()}
 
 
-def new_drafter(cfg: Config) -> Drafter:
-    """The drafter that training starts from: train.base, or a new one per drafter.init."""
+def progress_file(cfg: Config, name: str) -> Path:
+    """Where rank 0 says which step is done."""
+    return cfg.path("runs", f".{name}.step")
+
+
+def start_drafter(cfg: Config) -> Drafter:
+    """The drafter that training starts from: train.base, or a new one."""
     if cfg.train.base:
         return load_drafter(cfg.train.base)
-    shape = drafter_config(cfg)
-    if cfg.drafter.init == "random":
-        return random_drafter(shape, cfg.train.seed)
-    return target_drafter(shape, cfg.target_path, cfg.train.seed)
+    return new_drafter(drafter_config(cfg), cfg.train.seed)
 
 
 def trainable(samples: list[Sample]) -> list[Sample]:

@@ -44,7 +44,13 @@ def run(cfg: Config) -> dict[str, Any]:
     with cluster(cfg):
         _stages(LEARN, cfg, done, seconds)
     cfg = cfg.override("promote", drafter=done["train"]["folder"])
-    _stages(DELIVER, cfg, done, seconds)
+    _stages(DELIVER[:1], cfg, done, seconds)
+    if not done["promote"].get("ok", True):
+        raise ValueError(
+            "the gate refused the drafter (the reasons are above), so there is nothing to serve: "
+            "train longer (train.steps) or on more traffic (demo.tickets), and run again"
+        )
+    _stages(DELIVER[1:], cfg, done, seconds)
     for question in QUESTIONS:
         sql.run(cfg.override("sql", question=question))
     page = report.write_report(cfg, cfg.path("reports", f"{done['train']['name']}.html"))

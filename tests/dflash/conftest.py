@@ -7,9 +7,8 @@ import torch
 
 from dflash.config import DrafterConfig
 from dflash.decode import decode
-from dflash.init import random_drafter
 from dflash.loss import Candidates, Sample, decay_weights
-from dflash.model import Drafter
+from dflash.model import Drafter, new_drafter
 from dflash.optim import build_optimizers
 from dflash.target import Target, load_target
 from dflash.train import generator, step_batch, step_indices, step_loss
@@ -51,7 +50,7 @@ def config() -> DrafterConfig:
 
 @pytest.fixture(scope="session")
 def drafter(config: DrafterConfig) -> Drafter:
-    return random_drafter(config, seed=0)
+    return new_drafter(config, seed=0)
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +69,7 @@ def samples(target: Target, config: DrafterConfig) -> list[Sample]:
 @pytest.fixture(scope="session")
 def trained(samples: list[Sample], target: Target, config: DrafterConfig) -> Drafter:
     """A drafter that has learned some of its training answers: tau well above 1 and below B."""
-    drafter = random_drafter(config, seed=0)
+    drafter = new_drafter(config, seed=0)
     optimizers = build_optimizers(drafter, "adamw", 5e-3, torch.float32)
     candidates = Candidates(torch.arange(97), 97, 0)
     for step in range(60):

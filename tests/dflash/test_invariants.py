@@ -6,8 +6,7 @@ import torch
 from dflash.acceptance import num_rounds, positions, tau
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.decode import decode
-from dflash.init import random_drafter
-from dflash.model import block_embeds
+from dflash.model import block_embeds, new_drafter
 from dflash.replay import Request, replay
 
 ANCHORS = torch.tensor([[7, 10, 20]])
@@ -111,7 +110,7 @@ def test_replay_with_end_of_text_equals_reference_decode(trained, target, sample
 def test_oracle_reaches_the_block_size_and_random_stays_near_one(config, target, samples):
     """A drafter that passes its input through proposes the mask token; an answer of mask tokens
     is then predicted perfectly."""
-    oracle = random_drafter(config, seed=0)
+    oracle = new_drafter(config, seed=0)
     for layer in oracle.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
@@ -121,7 +120,7 @@ def test_oracle_reaches_the_block_size_and_random_stays_near_one(config, target,
     assert accepted == [[5] * 5]
     assert tau(accepted) == config.block_size
     assert positions(accepted, 5) == [1.0] * 5
-    rounds = replay(random_drafter(config, 3), target.embedding, target.head, requests(samples), 5)
+    rounds = replay(new_drafter(config, 3), target.embedding, target.head, requests(samples), 5)
     assert 1.0 <= tau(rounds) < 1.2
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from dflash.acceptance import tau
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.decode import decode
-from dflash.init import random_drafter
+from dflash.model import new_drafter
 from dflash.target import load_target, target_id
 from dflash.train import generator
 from jobs import evaluate, harvest, ingest, train
@@ -31,7 +31,6 @@ SETTINGS = [
     "drafter.num_taps=3",
     "drafter.block_size=5",
     "drafter.mask_token_id=96",
-    "drafter.init=random",
     "harvest.samples_per_shard=20",
     "ingest.val_percent=15",
     "ingest.test_percent=15",
@@ -114,7 +113,7 @@ def test_train_then_evaluate(work):
 
 def test_zero_steps_export_the_base(work, tmp_path):
     cfg = configure(work)
-    base = save_drafter(random_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)
+    base = save_drafter(new_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)
     trained = train.run(configure(work, f"train.base={base}", "train.steps=0"))
     for name in ("config.json", "model.safetensors"):
         assert (base / name).read_bytes() == (
@@ -124,7 +123,7 @@ def test_zero_steps_export_the_base(work, tmp_path):
 
 def test_a_base_for_another_target_is_refused(work, tmp_path):
     cfg = configure(work, "drafter.taps=[1,2]")
-    base = save_drafter(random_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)
+    base = save_drafter(new_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)
     with pytest.raises(ValueError, match=r"target_layer_ids \(1, 2\).*other features"):
         train.run(configure(work, f"train.base={base}"))
     with pytest.raises(ValueError, match=r"target_layer_ids.*another target"):

@@ -44,7 +44,7 @@ def tiny_drafter(tmp_path_factory) -> Path:
     """A random DFlash drafter of two layers and blocks of 4 for the tiny target."""
     from dflash.checkpoint import save_drafter
     from dflash.config import DrafterConfig
-    from dflash.init import random_drafter
+    from dflash.model import new_drafter
 
     config = DrafterConfig(
         hidden_size=64,
@@ -63,5 +63,5 @@ def tiny_drafter(tmp_path_factory) -> Path:
         mask_token_id=3,
     )
     folder = tmp_path_factory.mktemp("tiny") / "drafter"
-    save_drafter(random_drafter(config, seed=0), folder, torch.float32)
+    save_drafter(new_drafter(config, seed=0), folder, torch.float32)
     return folder
