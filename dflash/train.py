@@ -57,6 +57,11 @@ def step_batch(
     return make_batch([samples[i] for _, i in picks], chosen, weights_K)
 
 
+def mixed_precision(dtype: torch.dtype, device: str = "cpu") -> torch.autocast:
+    """Products in `dtype` over float32 weights; a no-op for float32."""
+    return torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32)
+
+
 @dataclass(frozen=True)
 class StepLoss:
     """Sums over the supervised slots: weighted loss (with graph), weight, argmax hits, slots."""
@@ -77,8 +82,21 @@ def step_loss(
 ) -> StepLoss:
     """Forward of one batch. Divide `loss` by the weight summed over all ranks before backward.
 
-    A batch without a supervised slot gives a zero loss on the same graph: no rank hangs.
+    A batch without a supervised slot gives a zero loss on the same graph: no rank hangs. The
+    drafter's weights are float32; products run in the dtype of `embedding` and `head`.
     """
+    with mixed_precision(embedding.dtype, embedding.device.type):
+        return _step_loss(drafter, batch, embedding, head, candidates, draw)
+
+
+def _step_loss(
+    drafter: Drafter,
+    batch: Batch,
+    embedding: Tensor,
+    head: Tensor,
+    candidates: Candidates,
+    draw: torch.Generator,
+) -> StepLoss:
     slots = batch.weights_BNK.shape[-1] + 1
     context = drafter.context(batch.features_BTF.to(embedding.dtype))
     embeds = block_embeds(embedding, batch.anchor_tokens_BN, drafter.cfg.mask_token_id, slots)

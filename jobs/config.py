@@ -195,7 +195,9 @@ class Demo:
 class Verify:
     """Served acceptance and speed beside the replayed ones."""
 
-    domain: str = setting("tickets", "domain whose held-out prompts the speed is measured on")
+    domain: str = setting(
+        "", "domain whose held-out prompts the speed is measured on; empty: the largest"
+    )
     requests: int = setting(8, "prompts per speed pass at concurrency 8; half at 1", minimum=2)
     repeats: int = setting(3, "interleaved passes per side and concurrency", minimum=1)
     concurrency: int = setting(8, "requests in flight while acceptance is counted", minimum=1)

@@ -79,7 +79,7 @@ def run(cfg: Config) -> dict[str, Any]:
         },
         "baseline": _baseline(cfg, identity, folder, rows, requests, borrowed, walks[full]),
     }
-    save_json(cfg.path("evaluations", f"{folder.name}.json"), evaluation)
+    evaluation = save_json(cfg.path("evaluations", f"{folder.name}.json"), evaluation)
     _print(evaluation)
     report = write_report(cfg, cfg.path("reports", f"{folder.name}.html"))
     return {"stage": "evaluate", "report": str(report), **evaluation}
@@ -262,9 +262,11 @@ def untrained_walks(cfg: Config, requests: list[Request], k: int) -> list[list[i
     return replay(drafter, *borrowed, requests, k)
 
 
-def save_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file in one step."""
-    commit(path, lambda stream: stream.write(json.dumps(value, indent=1).encode() + b"\n"))
+def save_json(path: Path, value: dict[str, Any]) -> dict[str, Any]:
+    """Write a JSON file in one step; returns what a reader of it gets."""
+    data = json.dumps(value, indent=1).encode() + b"\n"
+    commit(path, lambda stream: stream.write(data))
+    return json.loads(data)
 
 
 def _print(evaluation: dict[str, Any]) -> None:

@@ -26,7 +26,14 @@ from dflash.model import Drafter, new_drafter
 from dflash.optim import build_optimizers, lr_scale
 from dflash.replay import Request, replay
 from dflash.target import load_borrowed, resolve_dtype, target_id
-from dflash.train import check_finite, generator, step_batch, step_indices, step_loss
+from dflash.train import (
+    check_finite,
+    generator,
+    mixed_precision,
+    step_batch,
+    step_indices,
+    step_loss,
+)
 from jobs.cli import run_as_module
 from jobs.cluster import cluster
 from jobs.config import Config
@@ -322,7 +329,8 @@ def val_tau(
     """Replayed tau at full K; None without val requests."""
     if not requests:
         return None
-    return tau(replay(drafter, embedding, head, requests, drafter.cfg.num_drafts))
+    with mixed_precision(embedding.dtype):
+        return tau(replay(drafter, embedding, head, requests, drafter.cfg.num_drafts))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from dflash.decode import decode
 from dflash.replay import Request as Recorded
 from dflash.replay import replay
 from dflash.target import load_borrowed, load_target, resolve_dtype, target_id
-from jobs.choose_k import Cost, choose, measure_cost
+from jobs.choose_k import Cost, choose, measure_cost, predicted
 from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console, print_table
@@ -54,24 +54,20 @@ def run(cfg: Config) -> dict[str, Any]:
         return json.loads(path.read_text()) | {"reused": True}
     result = {"stage": "verify", "version": str(version), "drafter": folder.name}
     result |= _verify(cfg, folder, str(version), rows, recorded)
-    save_json(path, result)
-    return result | {"reused": False}
+    return save_json(path, result) | {"reused": False}
 
 
 def _verify(
     cfg: Config, folder: Path, version: str, rows: list[Row], recorded: list[Recorded]
 ) -> dict[str, Any]:
-    narrow = [as_request(row) for row in rows if row["domain"] == cfg.verify.domain]
-    if not narrow:
-        raise ValueError(
-            f"no held-out sample of domain {cfg.verify.domain!r} (verify.domain): "
-            f"there are {', '.join(domains(rows))}"
-        )
+    domain = speed_domain(cfg, rows)
+    narrow = [as_request(row) for row in rows if row["domain"] == domain]
     sha = drafter_version(weights_sha256(folder))
     result: dict[str, Any] = {"reference": check_reference(cfg, folder, rows)}
     walks = replay_by_k(cfg, folder, recorded)
     with server(serving(cfg), "verify-plain.log") as plain:
-        k, costs = pick_k(cfg, folder, plain.url, narrow, rows, walks)
+        taus = {k: tau(pick(rows, walk, domain)) for k, walk in walks.items()}
+        k, costs = pick_k(cfg, folder, plain.url, narrow, taus)
         with server(serving(cfg, folder, k), "verify-drafted.log") as drafted:
             answers = complete(
                 drafted.url, [as_request(r) for r in rows], cfg.verify.concurrency, "served"
@@ -87,6 +83,8 @@ def _verify(
     differences = {d.index for d in [*text.near_ties, *text.different]}
     result |= {
         "k": k,
+        "speed_domain": domain,
+        "predicted": {str(n): predicted(taus, costs, n) for n in taus} if costs else {},
         "costs": [asdict(cost) for cost in costs],
         "tau_replay": table(rows, walks[k], k),
         "tau_served": table(rows, served, k),
@@ -106,6 +104,19 @@ def _verify(
     }
     show(result)
     return result
+
+
+def speed_domain(cfg: Config, rows: list[Row]) -> str:
+    """verify.domain, else the one with the most held-out samples. ValueError if it has none."""
+    names = domains(rows)
+    if not cfg.verify.domain:
+        return max(names, key=[row["domain"] for row in rows].count)
+    if cfg.verify.domain not in names:
+        raise ValueError(
+            f"no held-out sample of domain {cfg.verify.domain!r} (verify.domain): "
+            f"there are {', '.join(names)}"
+        )
+    return cfg.verify.domain
 
 
 def serving(cfg: Config, drafter: Path | str = "", k: int = 0) -> Config:
@@ -157,14 +168,12 @@ def pick_k(
     folder: Path,
     plain_url: str,
     narrow: list[Request],
-    rows: list[Row],
-    walks: dict[int, list[list[int]]],
+    taus: dict[int, float],
 ) -> tuple[int, list[Cost]]:
-    """serve.k if set, else the K with the best predicted speed-up on the narrow domain."""
+    """serve.k if set, else the K with the best predicted speed-up, and the measured costs."""
     if cfg.serve.k:
         return cfg.serve.k, []
-    largest = max(walks)
-    taus = {k: tau(pick(rows, walk, cfg.verify.domain)) for k, walk in walks.items()}
+    largest = max(taus)
     probes = sorted({max(1, largest // 2), largest})
     costs = []
     for k in probes:
@@ -272,6 +281,10 @@ def show(result: dict[str, Any]) -> None:
     pairs = zip(replayed["positions"], counted["positions"], strict=True)
     lines += [[f"draft {i} accepted", a, b] for i, (a, b) in enumerate(pairs, 1)]
     print_table(f"tau, K = {result['k']}", ["slice", "replayed", "served by vLLM"], lines)
+    for n, ratios in result["predicted"].items():
+        mark = " <- chosen" if int(n) == result["k"] else ""
+        guess = ", ".join(f"{ratio:.2f}x at concurrency {c}" for c, ratio in ratios.items())
+        console.print(f"K = {n}: predicted {guess}{mark}")
     speeds = [
         [s["concurrency"], max(s["plain"]), max(s["drafted"]), s["ratio"]] for s in result["speeds"]
     ]

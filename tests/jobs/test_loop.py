@@ -111,6 +111,14 @@ def test_train_then_evaluate(work):
     assert {row["k"] for row in rows} == {1, 2, 3, 4}
 
 
+def test_bfloat16_trains_and_replays(work):
+    """What a CPU with bfloat16 units gets from target.dtype=auto; weights stay float32."""
+    cfg = configure(work, "target.dtype=bfloat16", "train.steps=3")
+    trained = train.run(cfg)
+    evaluation = evaluate.run(cfg.override("evaluate", drafter=trained["folder"]))
+    assert 1.0 <= evaluation["tau"]["pooled"] <= 5.0
+
+
 def test_zero_steps_export_the_base(work, tmp_path):
     cfg = configure(work)
     base = save_drafter(new_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)

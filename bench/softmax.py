@@ -1,0 +1,45 @@
+"""make bench-softmax: forward and backward of the training loss, sampled against exact softmax.
+
+Same rows, same frozen head (49,152 x 576). The sampled one uses 1,000 seen tokens and the default
+number of random ones; its loss estimates the same quantity, so both losses are in the detail.
+"""
+
+import torch
+
+from bench.harness import paired, report
+from dflash.loss import Candidates, FrozenHeadCrossEntropy
+from dflash.train import generator
+from jobs.config import Config
+
+ROWS, HIDDEN, VOCAB, SEEN = 896, 576, 49152, 1000
+
+
+def main() -> None:
+    """Compare and print the JSON line."""
+    torch.manual_seed(0)
+    head = torch.randn(VOCAB, HIDDEN) * 0.05
+    hidden = torch.randn(ROWS, HIDDEN, requires_grad=True)
+    seen = torch.randperm(VOCAB)[:SEEN].sort().values
+    labels, weights = seen[torch.randint(0, SEEN, (ROWS,))], torch.ones(ROWS)
+    losses = {}
+
+    def step(name: str, num_random: int):
+        candidates = Candidates(seen, VOCAB, num_random)
+
+        def run() -> None:
+            rows, correction = candidates.draw(head, generator(0))
+            loss, _ = FrozenHeadCrossEntropy.apply(
+                hidden, rows, correction, candidates.position[labels], weights
+            )
+            loss.backward()
+            losses[name] = float(loss) / ROWS
+
+        return run
+
+    num_random = Config().train.random_candidates
+    ratios = paired(step("sampled", num_random), step("exact", VOCAB), repeats=5)
+    report("softmax", ratios, "s exact / s sampled", losses | {"random": num_random, "rows": ROWS})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Our drafter folder in z-lab's public client, round by round against our replay, in float32.
+
+    pip install --no-deps --target build/zlab dflash==0.1.0   # not into .venv: the names collide
+    make bench-zlab-client ARGS=build/zlab
+
+Needs a finished demo (make demo). The client runs in a process of its own that finds their `dflash`
+first; it decodes held-out prompts live, and replay walks the text that it wrote.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bench.harness import report
+from dflash.checkpoint import load_drafter
+from dflash.replay import Request, replay
+from dflash.target import load_target
+from jobs.config import load
+from jobs.evaluate import find_drafter
+from jobs.samples import load_requests
+from jobs.verify import end_tokens
+
+REQUESTS = 10
+
+CLIENT = """
+import json, sys, torch
+torch.cuda.synchronize = lambda: None  # the client times itself with it
+from transformers import AutoModelForCausalLM
+from dflash.model import DFlashDraftModel, dflash_generate
+target, drafter, prompts, ends = json.load(sys.stdin)
+load = dict(attn_implementation="sdpa", dtype=torch.float32)
+target = AutoModelForCausalLM.from_pretrained(target, **load).eval()
+drafter = DFlashDraftModel.from_pretrained(drafter, **load).eval()
+found = []
+for prompt, most in prompts:
+    ids = torch.tensor([prompt])
+    out = dflash_generate(drafter, target, ids, most, ends, return_stats=True)
+    found.append([out.output_ids[0, len(prompt):].tolist(), list(map(int, out.acceptance_lengths))])
+print(json.dumps(found))
+"""
+
+
+def main() -> None:
+    """Compare and print the JSON line; `ratio` is the share of requests with identical rounds."""
+    client = Path(sys.argv[1]).absolute()
+    cfg = load(None, [])
+    folder = find_drafter(cfg, "")
+    rows = load_requests(cfg, "test")[0][:REQUESTS]
+    prompts = [(row["prompt_ids"], len(row["output_ids"])) for row in rows]
+    answers = run_client(client, [str(cfg.target_path), str(folder), prompts, end_tokens(cfg)])
+    target, drafter = load_target(cfg.target_path, torch.float32), load_drafter(folder)
+    equal, rounds, same_rounds = [], 0, 0
+    for row, (output, lengths) in zip(rows, answers, strict=True):
+        ids = [*row["prompt_ids"], *output]
+        features = target.features([ids], drafter.cfg.target_layer_ids)[0].taps
+        request = Request(torch.tensor(ids), len(row["prompt_ids"]), features)
+        [walk] = replay(drafter, target.embedding, target.head, [request], drafter.cfg.num_drafts)
+        ours = [count + 1 for count in walk]
+        equal.append(float(ours == lengths))
+        rounds += len(lengths)
+        same_rounds += sum(a == b for a, b in zip(ours, lengths, strict=False))
+    detail = {"requests": len(rows), "rounds": rounds, "identical_rounds": same_rounds}
+    mean = sum(equal) / len(equal)
+    report("zlab-client", [mean], "share of requests with identical rounds", detail)
+
+
+def run_client(client: Path, task: list) -> list:
+    """Decode with z-lab's client in its own process and import path."""
+    with tempfile.TemporaryDirectory() as elsewhere:
+        done = subprocess.run(
+            [sys.executable, "-c", CLIENT],
+            input=json.dumps(task),
+            capture_output=True,
+            text=True,
+            cwd=elsewhere,
+            env=os.environ | {"PYTHONPATH": str(client)},
+            check=False,
+        )
+    if done.returncode:
+        raise ValueError(f"the client in {client} failed: {done.stderr[-1000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
