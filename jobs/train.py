@@ -124,12 +124,11 @@ def _inputs(cfg: Config) -> dict[str, Any]:
 
 def _fit(cfg: Config, name: str, mlflow_run: str) -> dict[str, Any]:
     cpus = max(1, int(ray.cluster_resources().get("CPU", 1)) // cfg.train.workers)
-    gpu = ray.cluster_resources().get("GPU", 0) >= cfg.train.workers
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"cfg": cfg, "name": name, "mlflow_run": mlflow_run},
         scaling_config=ScalingConfig(
-            num_workers=cfg.train.workers, use_gpu=gpu, resources_per_worker={"CPU": cpus}
+            num_workers=cfg.train.workers, resources_per_worker={"CPU": cpus}
         ),
         run_config=RunConfig(
             name=name,
@@ -187,7 +186,7 @@ class Loop:
     def train(self) -> None:
         """Run the remaining steps; validate and report on the way."""
         cfg = self.train_cfg
-        if self.step == 0:
+        if self.step == 0 and cfg.base:  # never export what is worse than the base
             self._validate()
         while self.step < cfg.steps:
             started = time.perf_counter()

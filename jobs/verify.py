@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import torch
 
 from dflash.acceptance import num_rounds, positions, tau
@@ -18,12 +19,12 @@ from dflash.checkpoint import load_drafter, read_config, weights_sha256
 from dflash.decode import decode
 from dflash.replay import Request as Recorded
 from dflash.replay import replay
-from dflash.target import load_borrowed, load_target, resolve_dtype, target_id
+from dflash.target import load_target, resolve_dtype, target_id
 from jobs.choose_k import Cost, choose, measure_cost, predicted
 from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console, print_table
-from jobs.evaluate import commit_rows, domains, pick, replay_all, save_json
+from jobs.evaluate import commit_rows, domains, pick, save_json
 from jobs.registry import resolve
 from jobs.samples import load_requests
 from jobs.serve import server
@@ -32,6 +33,8 @@ from serving.acceptance import served_row
 from serving.client import Completion, Request, compare_speed, complete
 from serving.greedy import greedy_check
 from store.ids import drafter_version, short_hash
+from store.schemas import ACCEPTANCE
+from store.shards import read_dataset
 
 Row = dict[str, Any]
 TIE_BOUND = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
@@ -47,24 +50,22 @@ def run(cfg: Config) -> dict[str, Any]:
     if found is None:
         raise ValueError("there is no champion to verify: run `flywheel promote` first")
     version, folder = found
-    rows, recorded = load_requests(cfg, cfg.evaluate.split)
+    rows, _ = load_requests(cfg, cfg.evaluate.split)
     key = short_hash([weights_sha256(folder), [r["sample_id"] for r in rows], asdict(cfg.verify)])
     path = cfg.path("verified", f"{key}.json")
     if path.is_file():
         return json.loads(path.read_text()) | {"reused": True}
     result = {"stage": "verify", "version": str(version), "drafter": folder.name}
-    result |= _verify(cfg, folder, str(version), rows, recorded)
+    result |= _verify(cfg, folder, str(version), rows)
     return save_json(path, result) | {"reused": False}
 
 
-def _verify(
-    cfg: Config, folder: Path, version: str, rows: list[Row], recorded: list[Recorded]
-) -> dict[str, Any]:
+def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[str, Any]:
     domain = speed_domain(cfg, rows)
     narrow = [as_request(row) for row in rows if row["domain"] == domain]
     sha = drafter_version(weights_sha256(folder))
     result: dict[str, Any] = {"reference": check_reference(cfg, folder, rows)}
-    walks = replay_by_k(cfg, folder, recorded)
+    walks = stored_walks(cfg, sha, rows)
     with server(serving(cfg), "verify-plain.log") as plain:
         taus = {k: tau(pick(rows, walk, domain)) for k, walk in walks.items()}
         k, costs = pick_k(cfg, folder, plain.url, narrow, taus)
@@ -77,7 +78,7 @@ def _verify(
             )
             speeds = [
                 compare_speed(plain.url, drafted.url, narrow[:count], c, cfg.verify.repeats)
-                for c, count in ((1, cfg.verify.requests // 2), (8, cfg.verify.requests))
+                for c, count in ((1, (cfg.verify.requests + 1) // 3), (8, cfg.verify.requests))
             ]
     served = commit_served(cfg, rows, answers, sha, read_config(folder).block_size, version)
     differences = {d.index for d in [*text.near_ties, *text.different]}
@@ -157,10 +158,19 @@ def as_recorded(row: Row) -> Completion:
     )
 
 
-def replay_by_k(cfg: Config, folder: Path, recorded: list[Recorded]) -> dict[int, list[list[int]]]:
-    """Replayed walks for every K."""
-    borrowed = load_borrowed(cfg.target_path, resolve_dtype(cfg.target.dtype))
-    return replay_all(load_drafter(folder, borrowed[0].dtype), borrowed, recorded)
+def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> dict[int, list[list[int]]]:
+    """What `flywheel evaluate` replayed for these rows, for every K.
+
+    Raises ValueError if this drafter was not evaluated on all of them.
+    """
+    mine = (pc.field("drafter_version") == sha) & (pc.field("origin") == "replay")
+    columns = ["sample_id", "k", "accepted"]
+    found = read_dataset(cfg.path("acceptance"), ACCEPTANCE, columns, mine).to_pylist()
+    by_key = {(row["k"], row["sample_id"]): row["accepted"] for row in found}
+    ks = sorted({k for k, _ in by_key})
+    if not ks or any((ks[-1], row["sample_id"]) not in by_key for row in rows):
+        raise ValueError(f"drafter {sha} was not replayed on these samples: `flywheel evaluate`")
+    return {k: [by_key[k, row["sample_id"]] for row in rows] for k in ks}
 
 
 def pick_k(
