@@ -1,12 +1,14 @@
 """What people see: messages, tables and progress on stderr. Stdout belongs to the JSON summary."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-console = Console(stderr=True, highlight=False)
+# A log file has no width: wide enough that tables do not fold.
+console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 140)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
