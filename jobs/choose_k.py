@@ -28,8 +28,8 @@ def measure_cost(
 ) -> list[Cost]:
     """Cost at each concurrency, from short answers to the same requests on both servers."""
     short = [replace(r, max_tokens=min(r.max_tokens, max_tokens)) for r in requests]
-    complete(plain_url, short, len(short))
-    complete(drafted_url, short, len(short))
+    for url in (plain_url, drafted_url):
+        complete(url, short[:1], 1)
     found = []
     for concurrency in CONCURRENCY:
         asked = short[:3] if concurrency == 1 else short[:concurrency]

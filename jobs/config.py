@@ -200,8 +200,8 @@ class Verify:
     )
     requests: int = setting(8, "prompts per speed pass at concurrency 8; a third at 1", minimum=2)
     repeats: int = setting(2, "interleaved passes per side and concurrency", minimum=1)
-    concurrency: int = setting(8, "requests in flight while acceptance is counted", minimum=1)
-    reference_requests: int = setting(4, "prompts for the reference decoder", minimum=1)
+    concurrency: int = setting(16, "requests in flight while acceptance is counted", minimum=1)
+    reference_requests: int = setting(3, "prompts for the reference decoder", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
