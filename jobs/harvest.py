@@ -111,7 +111,7 @@ def _run_actors(cfg: Config, missing: list[tuple[Path, list[Row]]], bar: tqdm) -
         Harvester.options(num_cpus=threads).remote(cfg, threads)
         for _ in range(min(cfg.harvest.workers, len(missing)))
     ]
-    pool = ray.util.ActorPool(actors)
+    pool: Any = ray.util.ActorPool(actors)
     for count in pool.map_unordered(_shard, missing):
         bar.update(count)
 

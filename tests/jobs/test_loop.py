@@ -98,6 +98,7 @@ def test_train_then_evaluate(work):
         ["1"], f"tags.`flywheel.run` = '{trained['name']}'"
     )
     assert run.data.metrics["val_tau"] >= 1.0
+    assert run.inputs is not None
     assert run.inputs.dataset_inputs[0].dataset.name == "traffic"
     losses = MlflowClient(cfg.mlflow_uri).get_metric_history(run.info.run_id, "loss")
     assert [m.step for m in losses] == list(range(1, 13))
