@@ -82,7 +82,7 @@ class DrafterConfig:
         values = {"rope_theta": rope.get("rope_theta"), **raw, **dflash}
         missing = [name for name in (*PLAIN_KEYS, *DFLASH_KEYS) if values.get(name) is None]
         if missing:
-            raise ValueError(f"drafter config.json lacks {', '.join(missing)}")
+            raise ValueError(f"not a DFlash drafter: its config.json lacks {', '.join(missing)}")
         taps = tuple(int(i) for i in values["target_layer_ids"])
         plain = {name: values[name] for name in PLAIN_KEYS}
         return cls(target_layer_ids=taps, mask_token_id=int(values["mask_token_id"]), **plain)

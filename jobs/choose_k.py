@@ -59,7 +59,8 @@ def _cost_at(k: int, costs: Sequence[Cost]) -> float:
     low, high = min(costs, key=lambda c: c.k), max(costs, key=lambda c: c.k)
     if low.k == high.k:
         return low.cost
-    return low.cost + (high.cost - low.cost) * (k - low.k) / (high.k - low.k)
+    cost = low.cost + (high.cost - low.cost) * (k - low.k) / (high.k - low.k)
+    return max(1.0, cost)  # a round verifies at least what a plain step computes
 
 
 def _timed(

@@ -36,7 +36,7 @@ STAGES = {
     "demo": ("pipelines.demo", "turn the whole loop once"),
     "config": ("", "print every setting with its value and meaning, as YAML"),
 }
-# A first argument without "=" sets this setting: `flywheel sql tau_by_domain_and_version`.
+# The first word without "=" sets this setting: `flywheel sql tau_by_domain_and_version`.
 POSITIONAL = {"sql": "sql.question", "evaluate": "evaluate.drafter", "promote": "promote.drafter"}
 # Import name -> what to install, for the one message that a missing extra deserves.
 EXTRAS = {
@@ -87,9 +87,10 @@ def _run(stage: str, cfg: Config) -> int:
 
 
 def _settings(stage: str, words: list[str]) -> list[str]:
-    if words and "=" not in words[0] and stage in POSITIONAL:
-        return [f"{POSITIONAL[stage]}={words[0]}", *words[1:]]
-    return words
+    if stage not in POSITIONAL:
+        return words
+    named = next((i for i, word in enumerate(words) if "=" not in word), None)
+    return [f"{POSITIONAL[stage]}={word}" if i == named else word for i, word in enumerate(words)]
 
 
 def _message(error: Exception) -> str | None:

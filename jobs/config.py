@@ -177,7 +177,11 @@ class Serve:
     kv_cache_gib: int = setting(2, "KV cache on a CPU, GiB", minimum=1)
     eager: bool = setting(True, "skip torch.compile: starts minutes earlier on a CPU")
     capture: str = setting("", "folder for captured traffic; empty: off", path=True)
-    args: list[str] = setting([], "further arguments, handed to `vllm serve` as they are")
+    args: list[str] = setting([], "further arguments for vLLM's server, as they are")
+
+    def __post_init__(self) -> None:
+        if self.port > 65535:
+            raise ValueError(f"serve.port = {self.port}: ports end at 65535; 0 takes a free one")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,7 +111,10 @@ def _check(
 ) -> None:
     if not total["records"]:
         names = ", ".join(str(log) for log in logs[:3]) + (", ..." if len(logs) > 3 else "")
-        raise ValueError(f"no record in {len(logs)} log file(s): {names}")
+        raise ValueError(
+            f"no record in {len(logs)} log file(s): {names}; has the server answered a request "
+            "since capture was switched on? Name other logs with ingest.logs=PATH"
+        )
     rejected = _rejected(total)
     rate = sum(rejected.values()) / total["records"]
     if rate <= cfg.ingest.max_reject_rate:

@@ -12,7 +12,8 @@ from jobs.config import Config
 from jobs.harvest import features_folder
 from jobs.shape import target_config, target_taps
 from store.features import read_shard
-from store.shards import shard_paths
+from store.schemas import FEATURES
+from store.shards import read_dataset, shard_paths
 from store.traffic import read_traffic
 
 
@@ -35,6 +36,24 @@ def load_samples(cfg: Config, splits: Sequence[str]) -> dict[str, list[Sample]]:
         split: [make_sample(rows[name], features[name]) for name in table["sample_id"].to_pylist()]
         for split, table in traffic.items()
     }
+
+
+def check_features(cfg: Config) -> None:
+    """Raise ValueError unless every train and val sample has features; reads no tensor."""
+    identity = target_id(cfg.target_path)
+    folder = features_folder(cfg, identity)
+    known = set(read_dataset(folder, FEATURES, columns=["sample_id"])["sample_id"].to_pylist())
+    wanted = [
+        name
+        for split in ("train", "val")
+        for name in read_traffic(cfg.path("traffic"), identity, split)["sample_id"].to_pylist()
+    ]
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(wanted)} samples have no features (for instance "
+            f"{missing[0]}): run `flywheel harvest`"
+        )
 
 
 def make_sample(row: dict, features: torch.Tensor) -> Sample:

@@ -40,7 +40,7 @@ from jobs.config import Config
 from jobs.console import print_table
 from jobs.harvest import features_folder
 from jobs.progress import advance, follow
-from jobs.samples import load_requests, load_samples
+from jobs.samples import check_features, load_requests, load_samples
 from jobs.shape import drafter_config, target_taps
 from jobs.tracking import Tracker
 from store.ids import short_hash
@@ -63,6 +63,7 @@ def run(cfg: Config) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if not reused:
         shape = _shape(cfg)
+        check_features(cfg)  # before Ray starts, which would retry what cannot succeed
         tracker = Tracker.start(cfg, name, inputs=_inputs(cfg))
         tracker.params(asdict(cfg.train) | {"samples": num_samples} | asdict(shape))
         with cluster(cfg):

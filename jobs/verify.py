@@ -51,7 +51,8 @@ def run(cfg: Config) -> dict[str, Any]:
         raise ValueError("there is no champion to verify: run `flywheel promote` first")
     version, folder = found
     rows, _ = load_requests(cfg, cfg.evaluate.split)
-    key = short_hash([weights_sha256(folder), [r["sample_id"] for r in rows], asdict(cfg.verify)])
+    settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), target_id(cfg.target_path)]
+    key = short_hash([weights_sha256(folder), [r["sample_id"] for r in rows], settings])
     path = cfg.path("verified", f"{key}.json")
     if path.is_file():
         return json.loads(path.read_text()) | {"reused": True}

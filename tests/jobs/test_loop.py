@@ -16,7 +16,7 @@ from dflash.acceptance import tau
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.decode import decode
 from dflash.model import new_drafter
-from dflash.target import load_target, target_id
+from dflash.target import Features, load_target, target_id
 from dflash.train import generator
 from jobs import evaluate, harvest, ingest, train
 from jobs.config import Config, load
@@ -150,15 +150,18 @@ def test_features_of_another_answer_are_refused(work):
     features = target.features([[1, 2, 3, 4, 5, 6, 7]], (1, 3))[0]
     with pytest.raises(ValueError, match="this target did not write this answer"):
         harvest.feature_row(row, features, target.head)
-    features.taps[2] = float("nan")
+    broken = features.taps.clone()
+    broken[2] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
-        harvest.feature_row(row, features, target.head)
-    features.taps.zero_()
+        harvest.feature_row(row, Features(broken, features.last), target.head)
     with pytest.raises(ValueError, match="zero"):
-        harvest.feature_row(row, features, target.head)
+        harvest.feature_row(row, Features(broken.zero_(), features.last), target.head)
+    with pytest.raises(ValueError, match="6 features for 7 tokens"):
+        harvest.feature_row(row, Features(broken[1:], features.last), target.head)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_workers_give_the_weights_of_one(work):
     one = train.run(configure(work, "train.seed=3"))
     two = train.run(configure(work, "train.seed=3", "train.workers=2"))
@@ -170,6 +173,7 @@ def test_two_workers_give_the_weights_of_one(work):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_killed_and_resumed_equals_uninterrupted(work):
     """SIGKILL of the whole process tree after the first checkpoint; the rerun continues."""
     settings = ["train.steps=40", "train.val_samples=1"]
