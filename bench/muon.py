@@ -29,7 +29,7 @@ def main() -> None:
     dtype = resolve_dtype("auto")
     ours = Muon(params(), lr=0.02, dtype=dtype)
     theirs = torch.optim.Muon(params(), lr=0.02, weight_decay=0.0)
-    ratios = paired(ours.step, theirs.step, repeats=5)
+    ratios = paired(ours.step, theirs.step, repeats=3)
     detail = {"dtype": str(dtype), "block_rows": BLOCK_ROWS, "threads": torch.get_num_threads()}
     report("muon", ratios, "s torch.optim.Muon / s ours", detail)
 

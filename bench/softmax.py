@@ -32,7 +32,7 @@ def main() -> None:
                 hidden, rows, correction, candidates.position[labels], weights
             )
             loss.backward()
-            losses[name] = float(loss) / ROWS
+            losses[name] = float(loss.detach()) / ROWS
 
         return run
 
