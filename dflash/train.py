@@ -86,28 +86,17 @@ def step_loss(
     drafter's weights are float32; products run in the dtype of `embedding` and `head`.
     """
     with mixed_precision(embedding.dtype, embedding.device.type):
-        return _step_loss(drafter, batch, embedding, head, candidates, draw)
-
-
-def _step_loss(
-    drafter: Drafter,
-    batch: Batch,
-    embedding: Tensor,
-    head: Tensor,
-    candidates: Candidates,
-    draw: torch.Generator,
-) -> StepLoss:
-    slots = batch.weights_BNK.shape[-1] + 1
-    context = drafter.context(batch.features_BTF.to(embedding.dtype))
-    embeds = block_embeds(embedding, batch.anchor_tokens_BN, drafter.cfg.mask_token_id, slots)
-    hidden = drafter(context, embeds, batch.anchors_BN)[:, :, 1:]
-    index, labels, weights = supervised_rows(batch)
-    rows = hidden.reshape(-1, hidden.shape[-1])[index]
-    head_rows, correction = candidates.draw(head, draw)
-    loss, hits = FrozenHeadCrossEntropy.apply(
-        rows, head_rows, correction, candidates.position[labels], weights
-    )
-    return StepLoss(loss, weights.sum(), int(hits.sum()), len(labels))
+        slots = batch.weights_BNK.shape[-1] + 1
+        context = drafter.context(batch.features_BTF.to(embedding.dtype))
+        embeds = block_embeds(embedding, batch.anchor_tokens_BN, drafter.cfg.mask_token_id, slots)
+        hidden = drafter(context, embeds, batch.anchors_BN)[:, :, 1:]
+        index, labels, weights = supervised_rows(batch)
+        rows = hidden.reshape(-1, hidden.shape[-1])[index]
+        head_rows, correction = candidates.draw(head, draw)
+        loss, hits = FrozenHeadCrossEntropy.apply(
+            rows, head_rows, correction, candidates.position[labels], weights
+        )
+        return StepLoss(loss, weights.sum(), int(hits.sum()), len(labels))
 
 
 def check_finite(loss: Tensor, batch_ids: Sequence[str], step: int) -> None:
