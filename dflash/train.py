@@ -15,13 +15,14 @@ from torch import Tensor
 from dflash.loss import (
     Batch,
     Candidates,
-    FrozenHeadCrossEntropy,
+    FrozenHeadLoss,
+    Labels,
     Sample,
     make_batch,
     sample_anchors,
-    supervised_rows,
 )
 from dflash.model import Drafter, block_embeds
+from dflash.objective import Weights
 
 
 def generator(*key: object) -> torch.Generator:
@@ -44,7 +45,8 @@ def step_batch(
     samples: Sequence[Sample],
     picks: Sequence[tuple[int, int]],
     anchors: int,
-    weights_K: Tensor,
+    num_drafts: int,
+    labels: Labels,
     seed: int,
 ) -> Batch:
     """Samples of a step with fresh anchors, seeded by (seed, epoch, sample id)."""
@@ -54,7 +56,7 @@ def step_batch(
         )
         for epoch, i in picks
     ]
-    return make_batch([samples[i] for _, i in picks], chosen, weights_K)
+    return make_batch([samples[i] for _, i in picks], chosen, num_drafts, labels)
 
 
 def mixed_precision(dtype: torch.dtype, device: str = "cpu") -> torch.autocast:
@@ -79,24 +81,35 @@ def step_loss(
     head: Tensor,
     candidates: Candidates,
     draw: torch.Generator,
+    weigh: Weights,
+    tv: float = 0.0,
 ) -> StepLoss:
     """Forward of one batch. Divide `loss` by the weight summed over all ranks before backward.
+
+    tv is the factor of the total-variation term beside the divergence from the labels.
 
     A batch without a supervised slot gives a zero loss on the same graph: no rank hangs. The
     drafter's weights are float32; products run in the dtype of `embedding` and `head`.
     """
     with mixed_precision(embedding.dtype, embedding.device.type):
-        slots = batch.weights_BNK.shape[-1] + 1
+        slots = batch.supervised_BNK.shape[-1] + 1
         context = drafter.context(batch.features_BTF.to(embedding.dtype))
         embeds = block_embeds(embedding, batch.anchor_tokens_BN, drafter.cfg.mask_token_id, slots)
         hidden = drafter(context, embeds, batch.anchors_BN)[:, :, 1:]
-        index, labels, weights = supervised_rows(batch)
-        rows = hidden.reshape(-1, hidden.shape[-1])[index]
+        index = batch.supervised_BNK.flatten().nonzero().flatten()
         head_rows, correction = candidates.draw(head, draw)
-        loss, hits = FrozenHeadCrossEntropy.apply(
-            rows, head_rows, correction, candidates.position[labels], weights
+        loss, accepted, hits = FrozenHeadLoss.apply(
+            hidden.reshape(-1, hidden.shape[-1])[index],
+            head_rows,
+            correction,
+            candidates.position[batch.labels_BNKE.flatten(0, 2)[index]],
+            batch.probs_BNKE.flatten(0, 2)[index],
+            tv,
         )
-        return StepLoss(loss, weights.sum(), int(hits.sum()), len(labels))
+        spread = torch.zeros_like(batch.supervised_BNK).flatten().index_put((index,), accepted)
+        weights = weigh(spread.view_as(batch.supervised_BNK), batch.supervised_BNK)
+        weights = weights.flatten()[index]
+        return StepLoss((loss * weights).sum(), weights.sum(), int(hits.sum()), len(index))
 
 
 def check_finite(loss: Tensor, batch_ids: Sequence[str], step: int) -> None:

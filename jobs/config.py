@@ -79,6 +79,12 @@ class Harvest:
     workers: int = setting(1, "Ray actors, each with its own target", minimum=1)
     samples_per_shard: int = setting(64, "samples in one feature file", minimum=1)
     batch_tokens: int = setting(4096, "tokens in one forward pass, padding included", minimum=1)
+    top_k: int = setting(
+        0,
+        "tokens whose log-probability under the target is kept per answer position, for "
+        "train.loss=argmax (1 is enough) and kl; 0: none",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +119,22 @@ class Train:
     )
     lr: float = setting(2e-2, "peak learning rate", minimum=0)
     warmup: float = setting(0.05, "share of the steps with rising learning rate", minimum=0)
-    gamma: float = setting(4.0, "decay of the loss over slots: exp(-(k - 1) / gamma)", minimum=0)
+    loss: Literal["ce", "argmax", "kl"] = setting(
+        "ce",
+        "ce: cross-entropy against the recorded token; argmax: against the target's likeliest; "
+        "kl: divergence from the target's harvest.top_k likeliest and one bucket for the rest",
+    )
+    tv: float = setting(
+        0.0, "factor of a total-variation term (chance of rejection) in the loss", minimum=0
+    )
+    weights: Literal["decay", "dpace"] = setting(
+        "decay", "weight of the slots of a block: fixed decay, or D-PACE (by expected acceptance)"
+    )
+    gamma: float = setting(
+        0.0,
+        "train.weights=decay: slot k weighs exp(-(k - 1) / gamma); 0: by block size, 4 for 8",
+        minimum=0,
+    )
     clip: float = setting(1.0, "largest gradient norm", minimum=0)
     random_candidates: int = setting(
         4096,

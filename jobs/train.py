@@ -21,8 +21,9 @@ from torch import Tensor, distributed
 
 from dflash.acceptance import tau
 from dflash.checkpoint import load_drafter, read_config, save_drafter
-from dflash.loss import Candidates, Sample, decay_weights, valid_anchors
+from dflash.loss import Candidates, Sample, valid_anchors
 from dflash.model import Drafter, new_drafter
+from dflash.objective import choose_labels, choose_weights, default_gamma
 from dflash.optim import build_optimizers, lr_scale
 from dflash.replay import Request, replay
 from dflash.target import load_borrowed, resolve_dtype, target_id
@@ -40,7 +41,7 @@ from jobs.config import Config
 from jobs.console import print_table
 from jobs.harvest import features_folder
 from jobs.progress import advance, follow
-from jobs.samples import check_features, load_requests, load_samples
+from jobs.samples import captured_top_k, check_features, load_requests, load_samples
 from jobs.shape import drafter_config, target_taps
 from jobs.tracking import Tracker
 from store.ids import short_hash
@@ -95,7 +96,7 @@ def run_name(cfg: Config) -> tuple[str, int]:
         )
     val = read_traffic(cfg.path("traffic"), identity, "val")
     shape = asdict(_shape(cfg))
-    settings = asdict(cfg.train) | {"dtype": cfg.target.dtype}
+    settings = asdict(cfg.train) | {"dtype": cfg.target.dtype, "top_k": captured_top_k(cfg)}
     data = [table["sample_id"].to_pylist() for table in (train, val)]
     return f"drafter-{short_hash([identity, data, shape, settings])[:12]}", train.num_rows
 
@@ -178,8 +179,13 @@ class Loop:
         self.val = load_requests(cfg, "val")[1][: cfg.train.val_samples]
         self.drafter = start_drafter(cfg)
         self.optimizers = build_optimizers(self.drafter, cfg.train.optimizer, cfg.train.lr, dtype)
-        seen = torch.cat([s.ids[s.loss_mask] for s in self.samples]).unique()
-        self.candidates = Candidates(seen, len(self.head), cfg.train.random_candidates)
+        gamma = cfg.train.gamma or default_gamma(self.drafter.cfg.block_size)
+        self.weigh = choose_weights(cfg.train.weights, gamma)
+        self.labels = choose_labels(cfg.train.loss, len(self.head))
+        named = torch.cat([self.labels(s)[0][s.loss_mask].flatten() for s in self.samples])
+        self.candidates = Candidates(
+            named.unique().long(), len(self.head), cfg.train.random_candidates
+        )
         self.step, self.best, self.seconds, self.slots = 0, {"tau": 0.0, "step": -1}, 0.0, 0
         self.best_state = self._copy_state()
         self.history: list[dict[str, float]] = []
@@ -205,10 +211,11 @@ class Loop:
         cfg = self.train_cfg
         picks = step_indices(self.step, len(self.samples), cfg.batch_size, cfg.seed)
         mine = picks[self.rank :: self.world]
-        weights = decay_weights(self.drafter.cfg.num_drafts, cfg.gamma)
-        batch = step_batch(self.samples, mine, cfg.anchors, weights, cfg.seed)
+        num_drafts = self.drafter.cfg.num_drafts
+        batch = step_batch(self.samples, mine, cfg.anchors, num_drafts, self.labels, cfg.seed)
         draw = generator("candidates", cfg.seed, self.step)
-        out = step_loss(self.drafter, batch, self.embedding, self.head, self.candidates, draw)
+        borrowed = (self.embedding, self.head)
+        out = step_loss(self.drafter, batch, *borrowed, self.candidates, draw, self.weigh, cfg.tv)
         totals = self._sum(torch.stack([out.loss.detach().double(), out.weight.double()]))
         check_finite(totals[0], [self.samples[i].sample_id for _, i in picks], self.step)
         (out.loss / totals[1]).backward()

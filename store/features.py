@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 
-def cache_key(target_id: str, taps: list[int], dtype: str) -> str:
-    """Folder name of the features that one (target, taps, dtype, layout) gives."""
-    return short_hash([target_id, list(taps), dtype, LAYOUT_VERSION])
+def cache_key(target_id: str, taps: list[int], dtype: str, top_k: int = 0) -> str:
+    """Folder name of the features that one (target, taps, dtype, layout, top_k) gives."""
+    parts = [target_id, list(taps), dtype, LAYOUT_VERSION]
+    return short_hash([*parts, top_k] if top_k else parts)
 
 
 def encode(features: "torch.Tensor") -> tuple[bytes, bytes]:
@@ -62,24 +63,54 @@ def read_shard(
     One row group is in memory at a time. Raises ValueError when the shard was made from another
     target, other taps, another width or another layout: they would train without any other sign.
     """
-    file = pq.ParquetFile(path)
-    wanted = features_schema(target_id, target_layer_ids, hidden_size).metadata
-    found = file.schema_arrow.metadata or {}
-    for name, value in wanted.items():
-        if found.get(name) != value:
-            raise ValueError(
-                f"{path}: {name.decode()} is {found.get(name, b'missing').decode()!r}, "
-                f"expected {value.decode()!r}; harvest again"
-            )
+    schema = features_schema(target_id, target_layer_ids, hidden_size)
+    file = _open(path, schema)
     width = len(target_layer_ids) * hidden_size
     for group in range(file.num_row_groups):
-        rows = file.read_row_group(group)
+        rows = file.read_row_group(group, columns=schema.names)
         for i in range(rows.num_rows):
             n_tokens = rows["n_tokens"][i].as_py()
             features = decode(_buffer(rows["hi"][i]), _buffer(rows["lo"][i]), n_tokens)
             if features.shape[1] != width:
                 raise ValueError(f"{path}: row {i} has width {features.shape[1]}, not {width}")
             yield rows["sample_id"][i].as_py(), features, rows["argmax_match"][i].as_py()
+
+
+def read_top(
+    path: Path, target_id: str, target_layer_ids: list[int], hidden_size: int, top_k: int
+) -> "Iterator[tuple[str, torch.Tensor, torch.Tensor]]":
+    """Yield (sample_id, token ids int32 [n_output, top_k], log-probabilities float16 of the same
+    shape) from a features shard, without reading its features. Raises ValueError as `read_shard`,
+    and for another top_k.
+    """
+    import torch
+
+    file = _open(path, features_schema(target_id, target_layer_ids, hidden_size, top_k=top_k))
+    for group in range(file.num_row_groups):
+        rows = file.read_row_group(group, columns=["sample_id", "top_ids", "top_logprobs"])
+        for i in range(rows.num_rows):
+            ids, logprobs = (
+                torch.tensor(_values(rows[name][i])).view(-1, top_k)
+                for name in ("top_ids", "top_logprobs")
+            )
+            yield rows["sample_id"][i].as_py(), ids, logprobs
+
+
+def _open(path: Path, schema: pa.Schema) -> pq.ParquetFile:
+    """The shard, its metadata compared with `schema`'s."""
+    file = pq.ParquetFile(path)
+    found = file.schema_arrow.metadata or {}
+    for name, value in schema.metadata.items():
+        if found.get(name) != value:
+            raise ValueError(
+                f"{path}: {name.decode()} is {found.get(name, b'missing').decode()!r}, "
+                f"expected {value.decode()!r}; harvest again"
+            )
+    return file
+
+
+def _values(scalar: pa.Scalar) -> np.ndarray:
+    return scalar.values.to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _buffer(scalar: pa.Scalar) -> bytes:

@@ -120,6 +120,21 @@ def test_bfloat16_trains_and_replays(work):
     assert 1.0 <= evaluation["tau"]["pooled"] <= 5.0
 
 
+def test_training_on_captured_log_probabilities(work):
+    """A divergence needs them; they lie beside the features, in a cache of their own."""
+    divergence = ["train.loss=kl", "train.weights=dpace", "train.tv=0.5", "train.steps=3"]
+    with pytest.raises(ValueError, match=r"harvest\.top_k=16"):
+        train.run(configure(work, *divergence))
+    with pytest.raises(ValueError, match=r"no features.*flywheel harvest"):
+        train.run(configure(work, *divergence, "harvest.top_k=5"))
+    cfg = configure(work, *divergence, "harvest.top_k=5")
+    assert harvest.run(cfg)["reused"] == 0
+    sample = load_samples(cfg, ["train"])["train"][0]
+    last = load_target(cfg.target_path, torch.float32).model(sample.ids[None]).logits[0, -2]
+    assert torch.equal(last.topk(5).indices.int(), sample.top_ids[-1])
+    assert train.run(cfg)["best_val_tau"] >= 1.0
+
+
 def test_zero_steps_export_the_base(work, tmp_path):
     cfg = configure(work)
     base = save_drafter(new_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)
