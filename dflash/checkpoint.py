@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dflash.config import DrafterConfig
-from dflash.model import Drafter
+from dflash.model import Drafter, drafter_of
 
 WEIGHTS = "model.safetensors"
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "t2d")
@@ -57,24 +57,28 @@ def load_drafter(folder: str | os.PathLike, dtype: torch.dtype = torch.float32) 
     Raises ValueError if a tensor is missing, unknown or of the wrong shape.
     """
     cfg = read_config(folder)
+    tensors = read_tensors(folder, cfg)
+    return drafter_of(cfg, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
+def read_tensors(folder: str | os.PathLike, cfg: DrafterConfig) -> dict[str, torch.Tensor]:
+    """The tensors of a drafter folder, as they are stored. ValueError as `load_drafter`."""
     path = Path(folder) / WEIGHTS
     if not path.is_file():
         raise ValueError(f"{folder} has no {WEIGHTS}: save the drafter as safetensors")
-    with torch.device("meta"):
-        drafter = Drafter(cfg)
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys() if name not in BORROWED}  # noqa: SIM118
     except Exception as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    check_tensors(found, drafter, path)
-    drafter.load_state_dict({k: v.to(dtype) for k, v in found.items()}, assign=True)
-    return drafter.requires_grad_(True)
+    check_tensors(found, cfg, path)
+    return found
 
 
-def check_tensors(found: dict[str, torch.Tensor], drafter: Drafter, path: Path) -> None:
-    """Raise ValueError unless names and shapes are exactly those of the drafter."""
-    wanted = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
+def check_tensors(found: dict[str, torch.Tensor], cfg: DrafterConfig, path: Path) -> None:
+    """Raise ValueError unless names and shapes are exactly those of a drafter of this config."""
+    with torch.device("meta"):
+        wanted = {name: tuple(t.shape) for name, t in Drafter(cfg).state_dict().items()}
     faults = [f"missing {name}" for name in wanted if name not in found]
     faults += [f"unknown {name}" for name in found if name not in wanted]
     faults += [

@@ -160,6 +160,14 @@ def new_drafter(cfg: DrafterConfig, seed: int) -> Drafter:
     return drafter
 
 
+def drafter_of(cfg: DrafterConfig, state: dict[str, Tensor]) -> Drafter:
+    """A drafter around the tensors of `state`, which it shares. RuntimeError if they do not fit."""
+    with torch.device("meta"):
+        drafter = Drafter(cfg)
+    drafter.load_state_dict(state, assign=True)
+    return drafter
+
+
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Rotary embedding, half-split (neox) layout: x [B, heads, L, D]."""
     cos, sin = rope

@@ -72,6 +72,21 @@ def build_optimizers(
     return [Muon(matrices, lr=lr, dtype=dtype), adamw]
 
 
+@torch.no_grad()
+def update_average(
+    average: dict[str, Tensor], current: dict[str, Tensor], decay: float, step: int
+) -> None:
+    """Exponential moving average of weights, in place: a += (1 - d) * (w - a) after `step` steps.
+
+    d = min(decay, (1 + step) / (10 + step)), so that the start of a run, which is far from its end,
+    is forgotten even when the run is shorter than the average is long. Example: decay 0.99, step 1:
+    d = 2 / 11.
+    """
+    d = min(decay, (1 + step) / (10 + step))
+    for name, value in average.items():
+        value.lerp_(current[name], 1 - d)
+
+
 def lr_scale(step: int, steps: int, warmup: float) -> float:
     """Linear warm-up over `warmup` of the steps, then cosine to zero; step counts from 0."""
     rising = max(1, round(warmup * steps))

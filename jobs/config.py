@@ -136,6 +136,19 @@ class Train:
         minimum=0,
     )
     clip: float = setting(1.0, "largest gradient norm", minimum=0)
+    ema: float = setting(
+        0.0,
+        "decay of a moving average of the weights, such as 0.99; it is what is validated and "
+        "exported; 0: off",
+        minimum=0,
+    )
+    lora_rank: int = setting(
+        0, "train low-rank additions of this rank to a frozen train.base; 0: all weights", minimum=0
+    )
+    lora_targets: list[str] = setting(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "matrices that get low-rank additions; fc is possible too",
+    )
     random_candidates: int = setting(
         4096,
         "tokens drawn per step to stand for all that the training answers never contain; "
@@ -147,6 +160,17 @@ class Train:
     seed: int = setting(0, "seed of anchors, order and new weights", minimum=0)
     val_every: int = setting(55, "steps between replay evaluations on the val split", minimum=1)
     checkpoint_every: int = setting(55, "steps between resumable checkpoints", minimum=1)
+
+    def __post_init__(self) -> None:
+        if self.ema >= 1:
+            raise ValueError(f"train.ema = {self.ema}: a decay is below 1, such as 0.99")
+        if self.lora_rank and not self.base:
+            raise ValueError("train.lora_rank needs a drafter to adapt: set train.base")
+        if self.lora_rank and self.optimizer != "adamw":
+            raise ValueError(
+                "train.lora_rank: low-rank factors are trained by AdamW; set train.optimizer=adamw "
+                "and a train.lr such as 1e-3"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,10 +21,11 @@ from torch import Tensor, distributed
 
 from dflash.acceptance import tau
 from dflash.checkpoint import load_drafter, read_config, save_drafter
+from dflash.lora import add_lora, merged
 from dflash.loss import Candidates, Sample, valid_anchors
-from dflash.model import Drafter, new_drafter
+from dflash.model import Drafter, drafter_of, new_drafter
 from dflash.objective import choose_labels, choose_weights, default_gamma
-from dflash.optim import build_optimizers, lr_scale
+from dflash.optim import build_optimizers, lr_scale, update_average
 from dflash.replay import Request, replay
 from dflash.target import load_borrowed, resolve_dtype, target_id
 from dflash.train import (
@@ -187,7 +188,10 @@ class Loop:
             named.unique().long(), len(self.head), cfg.train.random_candidates
         )
         self.step, self.best, self.seconds, self.slots = 0, {"tau": 0.0, "step": -1}, 0.0, 0
+        self.average: dict[str, Tensor] | None = None
         self.best_state = self._copy_state()
+        if cfg.train.ema:
+            self.average = self._copy_state()
         self.history: list[dict[str, float]] = []
 
     def train(self) -> None:
@@ -221,11 +225,14 @@ class Loop:
         (out.loss / totals[1]).backward()
         norm = self._clip_and_step(lr_scale(self.step, cfg.steps, cfg.warmup))
         self.step += 1
+        if self.average is not None:
+            current = merged(self.drafter.state_dict())
+            update_average(self.average, current, cfg.ema, self.step)
         self.slots += out.slots * self.world
         self.history.append({"loss": float(totals[0] / totals[1]), "grad_norm": norm})
 
     def _clip_and_step(self, scale: float) -> float:
-        params = list(self.drafter.parameters())
+        params = [p for p in self.drafter.parameters() if p.requires_grad]
         for param in params:
             assert param.grad is not None
             self._sum(param.grad)
@@ -245,7 +252,8 @@ class Loop:
     def _validate(self) -> None:
         if self.rank != 0:
             return
-        value = val_tau(self.drafter, self.embedding, self.head, self.val)
+        drafter = drafter_of(self.drafter.cfg, self._weights())
+        value = val_tau(drafter, self.embedding, self.head, self.val)
         if value is not None and value > self.best["tau"]:
             self.best = {"tau": value, "step": self.step}
             self.best_state = self._copy_state()
@@ -281,6 +289,7 @@ class Loop:
             "optimizers": [o.state_dict() for o in self.optimizers],
             "best": self.best,
             "best_state": self.best_state,
+            "average": self.average,
             "seconds": self.seconds,
             "slots": self.slots,
         }
@@ -292,19 +301,22 @@ class Loop:
         self.drafter.load_state_dict(state["drafter"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        for name in ("step", "best", "best_state", "seconds", "slots"):
+        for name in ("step", "best", "best_state", "average", "seconds", "slots"):
             setattr(self, name, state[name])
 
     def export(self, folder: Path) -> None:
         """Write the best weights as a drafter folder, under a hidden name until complete."""
-        self.drafter.load_state_dict(self.best_state)
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        save_drafter(self.drafter, partial, EXPORT_DTYPE)
+        save_drafter(drafter_of(self.drafter.cfg, self.best_state), partial, EXPORT_DTYPE)
         partial.rename(folder)
 
+    def _weights(self) -> dict[str, Tensor]:
+        """What is validated and exported: the average if there is one, low-rank factors merged."""
+        return self.average or merged(self.drafter.state_dict())
+
     def _copy_state(self) -> dict[str, Tensor]:
-        return {name: t.detach().clone() for name, t in self.drafter.state_dict().items()}
+        return {name: t.detach().clone() for name, t in self._weights().items()}
 
 
 def progress_file(cfg: Config, name: str) -> Path:
@@ -313,10 +325,13 @@ def progress_file(cfg: Config, name: str) -> Path:
 
 
 def start_drafter(cfg: Config) -> Drafter:
-    """The drafter that training starts from: train.base, or a new one."""
-    if cfg.train.base:
-        return load_drafter(cfg.train.base)
-    return new_drafter(drafter_config(cfg), cfg.train.seed)
+    """The drafter that training starts from: train.base, with low-rank factors, or a new one."""
+    if not cfg.train.base:
+        return new_drafter(drafter_config(cfg), cfg.train.seed)
+    base = load_drafter(cfg.train.base)
+    if not cfg.train.lora_rank:
+        return base
+    return add_lora(base, cfg.train.lora_rank, cfg.train.lora_targets, cfg.train.seed)
 
 
 def trainable(samples: list[Sample]) -> list[Sample]:

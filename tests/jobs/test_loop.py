@@ -135,10 +135,14 @@ def test_training_on_captured_log_probabilities(work):
     assert train.run(cfg)["best_val_tau"] >= 1.0
 
 
-def test_zero_steps_export_the_base(work, tmp_path):
+ADAPTED = ["train.lora_rank=4", "train.optimizer=adamw", "train.lr=1e-2", "train.ema=0.9"]
+
+
+@pytest.mark.parametrize("settings", [[], ADAPTED], ids=["full", "lora"])
+def test_zero_steps_export_the_base(work, tmp_path, settings):
     cfg = configure(work)
     base = save_drafter(new_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)
-    trained = train.run(configure(work, f"train.base={base}", "train.steps=0"))
+    trained = train.run(configure(work, f"train.base={base}", "train.steps=0", *settings))
     for name in ("config.json", "model.safetensors"):
         assert (base / name).read_bytes() == (
             work / "drafters" / trained["name"] / name
@@ -191,7 +195,7 @@ def test_two_workers_give_the_weights_of_one(work):
 @pytest.mark.timeout(600)
 def test_killed_and_resumed_equals_uninterrupted(work):
     """SIGKILL of the whole process tree after the first checkpoint; the rerun continues."""
-    settings = ["train.steps=40", "train.val_samples=1"]
+    settings = ["train.steps=40", "train.val_samples=1", "train.ema=0.9"]
     whole = train.run(configure(work, *settings, "train.seed=5"))
     other = work.with_name(work.name + "-killed")
     subprocess.run(["cp", "-r", str(work), str(other)], check=True)
