@@ -133,7 +133,7 @@ class Drafter(nn.Module):
         B, N, S, H = embeds_BNSH.shape
         num_context = context[0][0].shape[2]
         make_mask = flex_mask if embeds_BNSH.is_cuda and torch.is_grad_enabled() else dense_mask
-        mask = make_mask(anchors_BN, num_context, S)
+        mask = make_mask(anchors_BN, num_context, S, self.cfg.sliding_window, self.cfg.is_causal)
         positions = anchors_BN[:, :, None] + torch.arange(S, device=anchors_BN.device)
         rope = self._rope(positions.flatten(1))
         x = embeds_BNSH.reshape(B, N * S, H)

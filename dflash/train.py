@@ -41,6 +41,15 @@ def step_indices(step: int, num_samples: int, batch_size: int, seed: int) -> lis
     return picks
 
 
+def random_drafts(num_drafts: int, seed: int, step: int) -> int:
+    """Drafts of a step with a random block: uniform in 1..K, the same on every rank.
+
+    Slot k is then trained in (K - k + 1) / K of the steps, and, as in serving with fewer drafts,
+    without the mask tokens behind the block.
+    """
+    return 1 + int(torch.randint(num_drafts, (), generator=generator("block", seed, step)))
+
+
 def step_batch(
     samples: Sequence[Sample],
     picks: Sequence[tuple[int, int]],

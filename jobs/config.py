@@ -100,6 +100,12 @@ class Drafter:
     mask_token_id: int = setting(
         -1, "token of the masked slots; -1: an unused special token", minimum=-1
     )
+    sliding_window: int = setting(
+        0,
+        "positions that a slot sees back, itself included, in every layer; at least block_size; "
+        "0: all",
+        minimum=0,
+    )
 
     def __post_init__(self) -> None:
         if any(low >= high for low, high in pairwise(self.taps)):
@@ -148,6 +154,9 @@ class Train:
     lora_targets: list[str] = setting(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         "matrices that get low-rank additions; fc is possible too",
+    )
+    random_block: bool = setting(
+        False, "train each step on blocks of a random size 2..B, for serving with fewer drafts"
     )
     random_candidates: int = setting(
         4096,

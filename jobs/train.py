@@ -32,6 +32,7 @@ from dflash.train import (
     check_finite,
     generator,
     mixed_precision,
+    random_drafts,
     step_batch,
     step_indices,
     step_loss,
@@ -216,6 +217,8 @@ class Loop:
         picks = step_indices(self.step, len(self.samples), cfg.batch_size, cfg.seed)
         mine = picks[self.rank :: self.world]
         num_drafts = self.drafter.cfg.num_drafts
+        if cfg.random_block:
+            num_drafts = random_drafts(num_drafts, cfg.seed, self.step)
         batch = step_batch(self.samples, mine, cfg.anchors, num_drafts, self.labels, cfg.seed)
         draw = generator("candidates", cfg.seed, self.step)
         borrowed = (self.embedding, self.head)

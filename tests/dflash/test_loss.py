@@ -15,7 +15,7 @@ from dflash.loss import (
 )
 from dflash.mask import dense_mask, visible
 from dflash.objective import recorded_token
-from dflash.train import generator, step_indices
+from dflash.train import generator, random_drafts, step_indices
 
 
 def test_valid_anchors_need_a_supervised_successor():
@@ -150,3 +150,9 @@ def test_every_epoch_visits_every_sample_once():
     assert [e for e, _ in picks] == [0] * 7 + [1] * 7 + [2] * 7
     for epoch in range(3):
         assert sorted(i for e, i in picks if e == epoch) == list(range(7))
+
+
+def test_random_blocks_have_every_size_and_are_seeded():
+    sizes = [random_drafts(7, seed=3, step=step) for step in range(200)]
+    assert set(sizes) == set(range(1, 8))
+    assert sizes == [random_drafts(7, seed=3, step=step) for step in range(200)]

@@ -130,6 +130,7 @@ def test_training_on_captured_log_probabilities(work):
     cfg = configure(work, *divergence, "harvest.top_k=5")
     assert harvest.run(cfg)["reused"] == 0
     sample = load_samples(cfg, ["train"])["train"][0]
+    assert sample.top_ids is not None
     last = load_target(cfg.target_path, torch.float32).model(sample.ids[None]).logits[0, -2]
     assert torch.equal(last.topk(5).indices.int(), sample.top_ids[-1])
     assert train.run(cfg)["best_val_tau"] >= 1.0
