@@ -4,6 +4,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+from dflash.convert import SLIDING, is_speculators
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterConfig:
@@ -109,7 +111,7 @@ ATTENTION_KEYS = ("sliding_window", "is_causal")
 PLAIN_KEYS = tuple(
     name for name in DrafterConfig.__slots__ if name not in (*DFLASH_KEYS, *ATTENTION_KEYS)
 )
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
 
 
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -188,8 +190,11 @@ def _attention(raw: dict[str, Any]) -> tuple[int, bool]:
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    if "speculators_model_type" in raw:
-        raise ValueError("this is a speculators-format drafter; only z-lab style folders are read")
+    if is_speculators(raw):
+        raise ValueError(
+            "this drafter is in speculators' format: train.base reads it, everything else needs "
+            "z-lab's; `flywheel convert convert.source=FOLDER convert.dest=NEW` writes that"
+        )
     dflash = raw.get("dflash_config") or {}
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     asked = [

@@ -25,6 +25,7 @@ STAGES = {
     "ingest": ("jobs.ingest", "request logs -> traffic/"),
     "harvest": ("jobs.harvest", "traffic/ -> features/, one pass of the target"),
     "train": ("jobs.train", "features/ -> a drafter"),
+    "convert": ("jobs.convert", "a drafter folder between z-lab's and speculators' format"),
     "evaluate": ("jobs.evaluate", "replay a drafter on held-out conversations -> acceptance/"),
     "promote": ("jobs.promote", "make an evaluated drafter the champion, if the gate passes"),
     "rollback": ("jobs.rollback", "make the previous champion the champion again"),

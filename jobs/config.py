@@ -116,7 +116,11 @@ class Drafter:
 class Train:
     """Features to a drafter."""
 
-    base: str = setting("", "drafter folder to start from; empty: a new one", path=True)
+    base: str = setting(
+        "",
+        "drafter folder to start from, z-lab's or speculators' format; empty: a new one",
+        path=True,
+    )
     steps: int = setting(220, "optimizer steps; 0 exports the base as it is", minimum=0)
     batch_size: int = setting(4, "samples in a step, over all workers", minimum=1)
     anchors: int = setting(32, "random anchors per sample and step", minimum=1)
@@ -180,6 +184,18 @@ class Train:
                 "train.lora_rank: low-rank factors are trained by AdamW; set train.optimizer=adamw "
                 "and a train.lr such as 1e-3"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Convert:
+    """A drafter folder in another format: z-lab's, which everything here reads, or speculators'."""
+
+    source: str = setting("", "drafter folder in either format", path=True)
+    dest: str = setting("", "new folder", path=True)
+    format: Literal["zlab", "speculators"] = setting("zlab", "format that is written")
+    verifier: str = setting(
+        "", "name of the target in a speculators config; empty: the path of target.path"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,6 +297,7 @@ class Config:
     harvest: Harvest = field(default_factory=Harvest)
     drafter: Drafter = field(default_factory=Drafter)
     train: Train = field(default_factory=Train)
+    convert: Convert = field(default_factory=Convert)
     evaluate: Evaluate = field(default_factory=Evaluate)
     promote: Promote = field(default_factory=Promote)
     rollback: Rollback = field(default_factory=Rollback)

@@ -44,7 +44,7 @@ from jobs.console import print_table
 from jobs.harvest import features_folder
 from jobs.progress import advance, follow
 from jobs.samples import captured_top_k, check_features, load_requests, load_samples
-from jobs.shape import drafter_config, target_taps
+from jobs.shape import drafter_config, target_config, target_taps
 from jobs.tracking import Tracker
 from store.ids import short_hash
 from store.shards import read_manifests
@@ -106,7 +106,8 @@ def run_name(cfg: Config) -> tuple[str, int]:
 def _shape(cfg: Config):
     if not cfg.train.base:
         return drafter_config(cfg)
-    base, ours = read_config(cfg.train.base), drafter_config(cfg)
+    ours = drafter_config(cfg)
+    base = read_config(cfg.train.base, ours.num_target_layers)
     for field in ("hidden_size", "vocab_size", "num_target_layers", "target_layer_ids"):
         if getattr(base, field) != getattr(ours, field):
             raise ValueError(
@@ -331,7 +332,8 @@ def start_drafter(cfg: Config) -> Drafter:
     """The drafter that training starts from: train.base, with low-rank factors, or a new one."""
     if not cfg.train.base:
         return new_drafter(drafter_config(cfg), cfg.train.seed)
-    base = load_drafter(cfg.train.base)
+    layers = target_config(cfg)["num_hidden_layers"]
+    base = load_drafter(cfg.train.base, target_layers=layers)
     if not cfg.train.lora_rank:
         return base
     return add_lora(base, cfg.train.lora_rank, cfg.train.lora_targets, cfg.train.seed)
