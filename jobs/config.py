@@ -121,11 +121,45 @@ class Train:
         "the vocabulary size or more: the exact softmax",
         minimum=0,
     )
-    val_samples: int = setting(24, "val requests replayed to choose the best weights", minimum=1)
-    workers: int = setting(1, "Ray Train workers", minimum=1)
     seed: int = setting(0, "seed of anchors, order and new weights", minimum=0)
+    domain: str = setting("", "domain that is adapted to; empty: all samples as they come")
+    mix: float = setting(
+        0.0,
+        "share of the supervised block tokens that comes from other domains than train.domain",
+        minimum=0,
+    )
+    val_samples: int = setting(24, "val requests replayed, at most, of each domain", minimum=1)
     val_every: int = setting(55, "steps between replay evaluations on the val split", minimum=1)
-    checkpoint_every: int = setting(55, "steps between resumable checkpoints", minimum=1)
+    max_slice_loss: float = setting(
+        0.05,
+        "share of its tau that a domain may lose against train.base for weights to be kept; 1: all",
+        minimum=0,
+    )
+    patience: int = setting(
+        0, "stop after so many validations without better weights; 0: never", minimum=0
+    )
+    workers: int = setting(1, "Ray Train workers", minimum=1, execution=True)
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "auto: a GPU for each worker if the Ray cluster has them", execution=True
+    )
+    shard: Literal["ddp", "fsdp"] = setting(
+        "ddp", "fsdp: weights, gradients and optimizer state cut over the workers", execution=True
+    )
+    micro_batch: int = setting(
+        0, "samples in one forward of a worker; 0: its whole share", minimum=0, execution=True
+    )
+    cache_gib: float = setting(
+        4.0, "features a worker keeps in memory; more are read again", minimum=0, execution=True
+    )
+    checkpoint_every: int = setting(
+        55, "steps between resumable checkpoints", minimum=1, execution=True
+    )
+
+    def __post_init__(self) -> None:
+        if self.mix and not self.domain:
+            raise ValueError(f"train.mix = {self.mix} needs train.domain: the domain adapted to")
+        if self.mix >= 1:
+            raise ValueError(f"train.mix = {self.mix}: below 1, or nothing is left of train.domain")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

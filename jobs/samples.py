@@ -11,7 +11,7 @@ from dflash.target import target_id
 from jobs.config import Config
 from jobs.harvest import features_folder
 from jobs.shape import target_config, target_taps
-from store.features import read_shard
+from store.features import check_all_harvested, read_shard
 from store.schemas import FEATURES
 from store.shards import read_dataset, shard_paths
 from store.traffic import read_traffic
@@ -48,12 +48,7 @@ def check_features(cfg: Config) -> None:
         for split in ("train", "val")
         for name in read_traffic(cfg.path("traffic"), identity, split)["sample_id"].to_pylist()
     ]
-    missing = [name for name in wanted if name not in known]
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of {len(wanted)} samples have no features (for instance "
-            f"{missing[0]}): run `flywheel harvest`"
-        )
+    check_all_harvested(known, wanted)
 
 
 def make_sample(row: dict, features: torch.Tensor) -> Sample:

@@ -185,7 +185,7 @@ def test_killed_and_resumed_equals_uninterrupted(work):
     command = [sys.executable, "-m", "jobs.train", *words]
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     process = subprocess.Popen(command, start_new_session=True, env=env)
-    while not list((other / "runs").glob("*/checkpoint_*")):
+    while not list((other / "runs").glob("*/step-*.pt")):
         assert process.poll() is None, "training ended before it could be killed"
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGKILL)
