@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -31,10 +32,12 @@ def shard(drafter: Drafter) -> None:
 
     Needs an initialised process group. Optimizers are built afterwards, from the shards.
     """
+    device = next(drafter.parameters()).device
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     # It warns that writing into an output in place would lose hooks; nothing here does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     for module in (*drafter.layers, drafter):
-        fully_shard(module)
+        fully_shard(module, mesh=mesh)
         register_fsdp_forward_method(module, "context")
         sharded = cast(FSDPModule, module)
         sharded.set_gradient_divide_factor(1.0)

@@ -262,8 +262,9 @@ class Loop:
                 for k, (hits, slots) in enumerate(zip(hits_K, slots_K, strict=True), 1)
                 if slots
             }
+            running = self.metrics()
             shown = ("slots_per_second", "seconds", "peak_memory_bytes")
-            running = {name: self.metrics()[name] for name in shown}
+            running = {name: running[name] for name in shown}
             self.tracker.log(self.step, self.history, accuracy | running | values)
         self.history, self.counts = [], torch.zeros_like(self.counts)
 

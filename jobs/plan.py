@@ -15,6 +15,7 @@ from jobs.checkpoints import KEEP, newest_state, state_step, states_folder
 from jobs.config import Config
 from jobs.console import print_table
 from jobs.feed import GIB, TrainingSet, read_rows, training_set, val_rows
+from jobs.samples import check_features
 from jobs.settings import split_identity
 from jobs.shape import drafter_config, target_config
 from store.ids import short_hash
@@ -91,6 +92,7 @@ def make_plan(cfg: Config) -> Facts:
     return {
         "name": name,
         **_start(cfg, name),
+        "features": _features(cfg),
         **_amount(cfg, data),
         "validations": _validations(cfg) if val else 0,
         "val_requests": dict(Counter(row["domain"] for row in val)),
@@ -107,6 +109,14 @@ def _start(cfg: Config, name: str) -> Facts:
     if newest is None:
         return {"does": "start", "first_step": 0}
     return {"does": "resume", "first_step": state_step(newest)}
+
+
+def _features(cfg: Config) -> str:
+    try:
+        check_features(cfg)
+    except ValueError as error:
+        return str(error)
+    return "complete"
 
 
 def _amount(cfg: Config, data: TrainingSet) -> Facts:
@@ -162,6 +172,7 @@ def memory_plan(
         "embedding and head": borrowed * shape.vocab_size * shape.hidden_size * dtype.itemsize,
         **model,
         "best weights": whole,
+        "exchange with other workers": whole if train.workers > 1 else 0,
         "activations": activation_bytes(shape, in_forward, longest, train.anchors, dtype),
         "softmax": head_bytes(shape.hidden_size, candidates, dtype),
         "two steps of features": 2 * share * longest * width * dtype.itemsize,

@@ -87,9 +87,9 @@ class Tracker:
         finally:
             monitor.finish()
 
-    def end(self) -> None:
-        """Mark the run finished."""
-        self.client.set_terminated(self.run_id)
+    def end(self, status: str = "FINISHED") -> None:
+        """Mark the run finished, or FAILED."""
+        self.client.set_terminated(self.run_id, status)
 
 
 def metric_name(name: str) -> str:

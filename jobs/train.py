@@ -76,8 +76,12 @@ def _train(cfg: Config, name: str, shape: DrafterConfig) -> dict[str, Any]:
     tracker = Tracker.start(cfg, name, inputs=_inputs(cfg))
     params = identity | asdict(shape) | {"samples": len(data.samples)}
     tracker.describe(params, execution, to_yaml(cfg))
-    with cluster(cfg):
-        result = _fit(cfg, name, tracker.run_id)
+    try:
+        with cluster(cfg):
+            result = _fit(cfg, name, tracker.run_id)
+    except ValueError:
+        tracker.end("FAILED")
+        raise
     _draw(tracker, [row["domain"] for row in val])
     tracker.end()
     return {"samples": len(data.samples), **result}
