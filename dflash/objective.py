@@ -5,7 +5,7 @@ Labels (`train.loss`) turn a sample into a distribution over tokens at every pos
 suffixes as in dflash/loss.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -34,6 +34,12 @@ def choose_weights(weights: str, gamma: float) -> Weights:
     """The weight function that `train.weights` names: decay (with gamma) or dpace."""
     known: dict[str, Weights] = {"decay": partial(decay, gamma=gamma), "dpace": dpace}
     return known[weights]
+
+
+def named_tokens(samples: Sequence[Sample], labels: Labels) -> Tensor:
+    """The ids that labels name at supervised positions, each once: int64 [M]."""
+    found = [labels(s)[0][s.loss_mask].flatten() for s in samples]
+    return torch.cat(found).unique().long()
 
 
 # ---- labels

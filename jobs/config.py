@@ -168,13 +168,45 @@ class Train:
         "the vocabulary size or more: the exact softmax",
         minimum=0,
     )
-    val_samples: int = setting(24, "val requests replayed to choose the best weights", minimum=1)
-    workers: int = setting(1, "Ray Train workers", minimum=1)
     seed: int = setting(0, "seed of anchors, order and new weights", minimum=0)
+    domain: str = setting("", "domain that is adapted to; empty: all samples as they come")
+    mix: float = setting(
+        0.0,
+        "share of the supervised block tokens that comes from other domains than train.domain",
+        minimum=0,
+    )
+    val_samples: int = setting(24, "val requests replayed, at most, of each domain", minimum=1)
     val_every: int = setting(55, "steps between replay evaluations on the val split", minimum=1)
-    checkpoint_every: int = setting(55, "steps between resumable checkpoints", minimum=1)
+    max_slice_loss: float = setting(
+        0.05,
+        "share of its tau that a domain may lose against train.base for weights to be kept; 1: all",
+        minimum=0,
+    )
+    patience: int = setting(
+        0, "stop after so many validations without better weights; 0: never", minimum=0
+    )
+    workers: int = setting(1, "Ray Train workers", minimum=1, execution=True)
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "auto: a GPU for each worker if the Ray cluster has them", execution=True
+    )
+    shard: Literal["ddp", "fsdp"] = setting(
+        "ddp", "fsdp: weights, gradients and optimizer state cut over the workers", execution=True
+    )
+    micro_batch: int = setting(
+        0, "samples in one forward of a worker; 0: its whole share", minimum=0, execution=True
+    )
+    cache_gib: float = setting(
+        4.0, "features a worker keeps in memory; more are read again", minimum=0, execution=True
+    )
+    checkpoint_every: int = setting(
+        55, "steps between resumable checkpoints", minimum=1, execution=True
+    )
 
     def __post_init__(self) -> None:
+        if self.mix and not self.domain:
+            raise ValueError(f"train.mix = {self.mix} needs train.domain: the domain adapted to")
+        if self.mix >= 1:
+            raise ValueError(f"train.mix = {self.mix}: below 1, or nothing is left of train.domain")
         if self.ema >= 1:
             raise ValueError(f"train.ema = {self.ema}: a decay is below 1, such as 0.99")
         if self.lora_rank and not self.base:
@@ -241,7 +273,11 @@ class Serve:
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0: a free one", minimum=0)
     drafter: str = setting("", 'drafter folder, or "champion"; empty: no speculation')
-    k: int = setting(0, "draft tokens per round; 0: block_size - 1", minimum=0)
+    k: list[int] = setting(
+        [],
+        "draft tokens per round at batch size 1, 2, ...; the last one for all larger batches; "
+        "empty: what verify chose for this drafter, else block_size - 1",
+    )
     max_model_len: int = setting(2048, "longest prompt + answer in tokens", minimum=1)
     max_num_seqs: int = setting(16, "requests in one batch", minimum=1)
     kv_cache_gib: int = setting(2, "KV cache on a CPU, GiB", minimum=1)
@@ -273,7 +309,7 @@ class Verify:
         "", "domain whose held-out prompts the speed is measured on; empty: the largest"
     )
     requests: int = setting(8, "prompts per speed pass at concurrency 8; a third at 1", minimum=2)
-    repeats: int = setting(2, "interleaved passes per side and concurrency", minimum=1)
+    repeats: int = setting(3, "interleaved passes per side and concurrency", minimum=1)
     concurrency: int = setting(16, "requests in flight while acceptance is counted", minimum=1)
     reference_requests: int = setting(3, "prompts for the reference decoder", minimum=1)
 

@@ -1,6 +1,5 @@
 """Traffic joined with its features: what training and replay read."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,37 +10,10 @@ from dflash.target import target_id
 from jobs.config import Config
 from jobs.harvest import features_folder
 from jobs.shape import target_config, target_taps
-from store.features import read_shard, read_top
+from store.features import check_all_harvested, read_shard, read_top
 from store.schemas import features_columns
 from store.shards import read_dataset, shard_paths
 from store.traffic import read_traffic
-
-
-def load_samples(cfg: Config, splits: Sequence[str]) -> dict[str, list[Sample]]:
-    """Samples of each split in sample_id order, features in memory as bfloat16, with the target's
-    log-probabilities if train.loss needs them.
-
-    Raises ValueError when a sample has no features yet, or features of another shape.
-    """
-    identity = target_id(cfg.target_path)
-    traffic = {split: read_traffic(cfg.path("traffic"), identity, split) for split in splits}
-    rows = {row["sample_id"]: row for table in traffic.values() for row in table.to_pylist()}
-    folder, top_k = features_folder(cfg, identity), captured_top_k(cfg)
-    features = _features(folder, cfg, identity, set(rows))
-    top = _top(folder, cfg, identity, set(rows), top_k) if top_k else {}
-    missing = [name for name in rows if name not in features]
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of {len(rows)} samples have no features (for instance {missing[0]}): "
-            "run `flywheel harvest`"
-        )
-    return {
-        split: [
-            make_sample(rows[name], features[name], *top.get(name, ()))
-            for name in table["sample_id"].to_pylist()
-        ]
-        for split, table in traffic.items()
-    }
 
 
 def captured_top_k(cfg: Config) -> int:
@@ -60,6 +32,22 @@ def captured_top_k(cfg: Config) -> int:
     return cfg.harvest.top_k
 
 
+def captured(cfg: Config) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Ids and log-probabilities of the target's likeliest tokens by sample id, if train.loss needs
+    them; of the samples that are harvested.
+    """
+    top_k = captured_top_k(cfg)
+    if not top_k:
+        return {}
+    identity = target_id(cfg.target_path)
+    taps, hidden = list(target_taps(cfg)), target_config(cfg)["hidden_size"]
+    return {
+        name: (ids, logprobs)
+        for path in shard_paths(features_folder(cfg, identity))
+        for name, ids, logprobs in read_top(path, identity, taps, hidden, top_k)
+    }
+
+
 def check_features(cfg: Config) -> None:
     """Raise ValueError unless every train and val sample has features; reads no tensor."""
     identity = target_id(cfg.target_path)
@@ -71,12 +59,7 @@ def check_features(cfg: Config) -> None:
         for split in ("train", "val")
         for name in read_traffic(cfg.path("traffic"), identity, split)["sample_id"].to_pylist()
     ]
-    missing = [name for name in wanted if name not in known]
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of {len(wanted)} samples have no features (for instance "
-            f"{missing[0]}): run `flywheel harvest`"
-        )
+    check_all_harvested(known, wanted)
 
 
 def make_sample(row: dict, features: torch.Tensor, *top: torch.Tensor) -> Sample:
@@ -116,15 +99,5 @@ def _features(folder: Path, cfg: Config, identity: str, wanted: set[str]) -> dic
         name: features
         for path in shard_paths(folder)
         for name, features, _ in read_shard(path, identity, taps, hidden)
-        if name in wanted
-    }
-
-
-def _top(folder: Path, cfg: Config, identity: str, wanted: set[str], top_k: int) -> dict:
-    taps, hidden = list(target_taps(cfg)), target_config(cfg)["hidden_size"]
-    return {
-        name: (ids, logprobs)
-        for path in shard_paths(folder)
-        for name, ids, logprobs in read_top(path, identity, taps, hidden, top_k)
         if name in wanted
     }

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,13 @@ def test_a_speculators_folder_is_read_where_the_target_is_known(folders, shape):
         assert torch.equal(drafter.state_dict()[name], tensor.float())
     with pytest.raises(ValueError, match=r"speculators' format.*flywheel convert"):
         read_config(foreign)
+
+
+def test_what_speculators_itself_writes_is_read(config):
+    """A config that speculators 0.9.0 saved, of a drafter with causal sliding layers."""
+    raw = json.loads((Path(__file__).parent / "data" / "speculators-0.9.0.json").read_text())
+    expected = replace(config, sliding_window=12, is_causal=True)
+    assert DrafterConfig.from_json(to_zlab(raw, 6)) == expected
 
 
 def test_full_layers_beside_a_false_flag_stay_bidirectional(config):

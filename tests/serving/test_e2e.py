@@ -54,13 +54,14 @@ def test_a_drafter_changes_no_greedy_text_and_every_answer_is_captured(
         Server(
             tiny_target,
             drafter=tiny_drafter,
+            k=(3, 3, 2),
             capture=tmp_path / "capture",
             drafter_version="v1",
             log=tmp_path / "drafted.log",
             **SMALL,
         ) as drafted,
     ):
-        assert drafted.k == 3
+        assert drafted.k == (3, 3, 2)
         expected = complete(plain.url, REQUESTS, 6)
         answers = complete(drafted.url, REQUESTS, 6)
         report = greedy_check(plain.url, greedy(expected), greedy(answers))

@@ -1,6 +1,7 @@
 """Sliding-window drafters in a real vLLM: served rounds equal replayed ones, window and all."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def samples(target):
 
 def trained(target, samples, causal):
     """A drafter of window 6 that knows these answers well enough to be accepted often."""
-    shape = {
+    shape: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -90,7 +91,7 @@ def test_served_rounds_are_the_replayed_ones(tiny_target, target, samples, tmp_p
         Request(prompt=p, max_tokens=ANSWER, temperature=0.0, extra={"ignore_eos": True})
         for p in PROMPTS
     ]
-    small = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_gib": 1}
+    small: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_gib": 1}
     with Server(tiny_target, drafter=folder, log=tmp_path / "serve.log", **small) as server:
         answers = complete(server.url, requests, 8)
     recorded = []
