@@ -165,6 +165,14 @@ def new_drafter(cfg: DrafterConfig, seed: int) -> Drafter:
     return drafter
 
 
+def drafter_of(cfg: DrafterConfig, state: dict[str, Tensor]) -> Drafter:
+    """A drafter around the tensors of `state`, which it shares. RuntimeError if they do not fit."""
+    with torch.device("meta"):
+        drafter = Drafter(cfg)
+    drafter.load_state_dict(state, assign=True)
+    return drafter
+
+
 @cache
 def fused_flex() -> Any:
     """Flex attention as one kernel: the eager one builds the whole score matrix. For CUDA."""

@@ -150,14 +150,9 @@ def step_loss(
         loss, hits = FrozenHeadCrossEntropy.apply(
             rows, head_rows, correction, candidates.position[labels], weights
         )
-        K = slots - 1
-        position = index % K
-        return StepLoss(
-            loss,
-            weights.sum(),
-            position[hits].bincount(minlength=K),
-            position.bincount(minlength=K),
-        )
+        position = index % (slots - 1)
+        counts = [p.bincount(minlength=drafter.cfg.num_drafts) for p in (position[hits], position)]
+        return StepLoss(loss, weights.sum(), *counts)
 
 
 class NonFiniteLoss(ValueError):

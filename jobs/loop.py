@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, distributed
 
 from dflash.checkpoint import load_drafter, save_drafter
-from dflash.config import DrafterConfig
 from dflash.loss import Batch, Candidates, decay_weights
-from dflash.model import Drafter, new_drafter
+from dflash.model import Drafter, drafter_of, new_drafter
 from dflash.optim import build_optimizers, lr_scale
 from dflash.parallel import (
     clip_gradients,
@@ -197,7 +196,7 @@ class Loop:
         if not self.val:
             self._keep(weights)
             return
-        drafter = whole_drafter(self.drafter.cfg, weights) if self.sharded else self.drafter
+        drafter = drafter_of(self.drafter.cfg, weights) if self.sharded else self.drafter
         taus = replay_val(drafter, self.embedding, self.head, self.val, self.rank, self.world)
         if self.step == 0:
             self.choice.base = taus.domains
@@ -238,7 +237,7 @@ class Loop:
             return
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        save_drafter(whole_drafter(self.drafter.cfg, self.best_weights), partial, EXPORT_DTYPE)
+        save_drafter(drafter_of(self.drafter.cfg, self.best_weights), partial, EXPORT_DTYPE)
         partial.rename(folder)
 
     def metrics(self) -> dict[str, float]:
@@ -279,14 +278,6 @@ def start_drafter(cfg: Config) -> Drafter:
     if cfg.train.base:
         return load_drafter(cfg.train.base)
     return new_drafter(drafter_config(cfg), cfg.train.seed)
-
-
-def whole_drafter(cfg: DrafterConfig, weights: dict[str, Tensor]) -> Drafter:
-    """A plain drafter that shares these weights."""
-    with torch.device("meta"):
-        drafter = Drafter(cfg)
-    drafter.load_state_dict(weights, assign=True)
-    return drafter
 
 
 def peak_memory(device: torch.device) -> int:
