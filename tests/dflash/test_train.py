@@ -96,8 +96,8 @@ def test_micro_batches_with_an_empty_one_give_the_gradient_of_the_batch(gradient
     picks = [(0, i) for i in range(7)]
     whole_sums, whole = gradients([picks])
     part_sums, parts = gradients([picks[:5], picks[5:], []])
-    torch.testing.assert_close(part_sums, whole_sums)
-    assert len(parts) == len(whole) == 26
+    torch.testing.assert_close(part_sums, whole_sums, rtol=1e-6, atol=0)
+    assert len(parts) == len(whole) == 25
     for one, other in zip(parts, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
