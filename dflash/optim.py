@@ -100,7 +100,7 @@ class Muon(Optimizer):
 def build_optimizers(
     drafter: nn.Module, kind: str, lr: float, dtype: torch.dtype
 ) -> list[Optimizer]:
-    """`muon`: matrices by Muon at lr, vectors by AdamW at lr / 10; `adamw`: all by AdamW.
+    """`muon`: matrices by Muon at lr, vectors by AdamW at lr / 2; `adamw`: all by AdamW.
 
     Each group has its `peak_lr`, which a schedule scales.
     """
@@ -112,7 +112,7 @@ def build_optimizers(
     matrices = [p for p in params if p.ndim == 2]
     vectors = [p for p in params if p.ndim != 2]
     muon = Muon([{"params": matrices, "peak_lr": lr}], lr=lr, dtype=dtype)
-    return [muon, _adamw(vectors, lr / 10)]
+    return [muon, _adamw(vectors, lr / 2)]
 
 
 def _adamw(params: list[nn.Parameter], lr: float) -> Optimizer:
