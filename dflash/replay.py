@@ -61,10 +61,12 @@ def replay(
 def _walk(
     drafter: Drafter, embedding: Tensor, head: Tensor, requests: Sequence[Request], num_drafts: int
 ) -> list[list[int]]:
-    context = drafter.context(_pad([r.features.to(embedding.dtype) for r in requests]))
-    ids = _pad([r.ids for r in requests])
-    anchors = torch.tensor([r.num_prompt for r in requests])
-    ends = torch.tensor([len(r.ids) - 1 for r in requests])
+    device = embedding.device
+    context = drafter.context(_pad([r.features for r in requests]).to(embedding))
+    ids = _pad([r.ids for r in requests]).to(device)
+    anchors = torch.tensor([r.num_prompt for r in requests], device=device)
+    ends = torch.tensor([len(r.ids) - 1 for r in requests], device=device)
+    slots = torch.arange(1, num_drafts + 1, device=device)
     walks: list[list[int]] = [[] for _ in requests]
     active = (anchors < ends).nonzero().flatten()
     while len(active):
@@ -73,7 +75,7 @@ def _walk(
         drafts = draft(
             drafter, embedding, head, live, row.gather(1, here[:, None]), here, num_drafts
         )
-        where = (here[:, None] + 1 + torch.arange(num_drafts)).clamp(max=ids.shape[1] - 1)
+        where = (here[:, None] + slots).clamp(max=ids.shape[1] - 1)
         matched = (drafts == row.gather(1, where)).long().cumprod(1).sum(1)
         counts = torch.minimum(matched, ends[active] - here - 1)
         for i, count in zip(active.tolist(), counts.tolist(), strict=True):
