@@ -46,7 +46,7 @@ def samples(target):
 
 
 def trained(target, samples, causal):
-    """A drafter of window 6 that knows these answers well enough to be accepted often."""
+    """A drafter of window 6 that knows these answers a little: accepted about once a round."""
     shape: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -75,7 +75,7 @@ def trained(target, samples, causal):
         choose_weights("dpace", 0),
     )
     borrowed = (target.embedding, target.head)
-    for step in range(80):
+    for step in range(25):
         batch = step_batch(samples, step_indices(step, 8, 8, 0), 47, 3, recorded_token, 0)
         out = step_loss(drafter, batch, *borrowed, candidates, generator(step), weigh)
         (out.loss / out.weight).backward()
@@ -102,7 +102,8 @@ def test_served_rounds_are_the_replayed_ones(tiny_target, target, samples, tmp_p
     drafter = load_drafter(folder)
     replayed = replay(drafter, target.embedding, target.head, recorded, 3)
     assert [rounds(answer)[0] for answer in answers] == replayed
-    # The comparison can fail: without window, or in the other direction, the rounds are others.
-    for change in ({"sliding_window": 0}, {"is_causal": not causal}):
+    # The comparison can fail: a window of one more or less gives other rounds, and so on.
+    changes = [{"sliding_window": window} for window in (0, 5, 7)]
+    for change in [*changes, {"is_causal": not causal}]:
         other = drafter_of(replace(drafter.cfg, **change), drafter.state_dict())
         assert replay(other, target.embedding, target.head, recorded, 3) != replayed
