@@ -26,13 +26,15 @@ from bench.harness import cpu_name, report
 from bench.lines import Worker
 from bench.train import commands, take_turns
 from bench.trainers.task import last_states, training_samples, write_task
+from dflash.acceptance import tau
 from dflash.model import Drafter
-from dflash.replay import Request
+from dflash.replay import Request, replay
 from dflash.target import Target, load_target, resolve_dtype
+from dflash.train import mixed_precision
 from jobs.config import Config, load
 from jobs.console import console, print_table
+from jobs.loop import start_drafter
 from jobs.samples import load_requests
-from jobs.train import start_drafter, val_tau
 
 GOAL = 2.0
 RACE_STEPS = 90
@@ -106,7 +108,7 @@ def lineup(cfg: Config, folder: Path, vocab_size: int, steps: int) -> dict[str, 
     theirs = ours["sdpa"][: ours["sdpa"].index("sdpa") + 1]
     theirs = [*theirs, "--scheduler-total-steps", str(steps)]
     muon = ["--muon-lr", str(cfg.train.lr), "--muon-weight-decay", "0"]
-    muon += ["--lr", str(cfg.train.lr / 10), "--muon-adjust-lr-fn", "original"]
+    muon += ["--lr", str(cfg.train.lr / 2), "--muon-adjust-lr-fn", "original"]
     return {"ours": ours["ours"], "published": theirs, "our_lr": [*theirs, *muon]}
 
 
@@ -135,8 +137,9 @@ def run(
             continue
         racer.worker.ask("save", str(weights))
         drafter.load_state_dict(load_file(weights))
-        value = val_tau(drafter, target.embedding, target.head, val)
-        assert value is not None
+        borrowed = (target.embedding, target.head)
+        with mixed_precision(target.dtype):
+            value = tau(replay(drafter, *borrowed, val, drafter.cfg.num_drafts))
         racer.curve.append((racer.seconds, racer.step, value))
         name = names[id(racer)]
         console.print(f"{name:9} {racer.seconds:6.1f} s {racer.step:4} steps  tau {value:.3f}")
