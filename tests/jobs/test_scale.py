@@ -1,8 +1,8 @@
 """One run, whatever executes it: workers, shards, kills, and what a plan says before."""
 
 import shutil
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -74,10 +74,10 @@ def test_one_worker_continues_on_two(one, work, fresh):
 def test_two_workers_survive_a_sigkill_and_one_worker_continues_them(one, fresh, tmp_path):
     """A worker dies in the middle of a step; Ray Train restarts the group from the last state."""
     cfg = configure(fresh, *SETTINGS, "train.workers=2", "train.micro_batch=1")
-    killed = threading.Thread(target=kill_a_worker, args=(progress_file(cfg, one[0]["name"]),))
-    killed.start()
-    two = outcome(cfg)
-    killed.join()
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill_a_worker, progress_file(cfg, one[0]["name"]))
+        two = outcome(cfg)
+        assert 12 <= killed.result() < 40
     check_same(two, one)
     other = shutil.copytree(fresh, tmp_path / "other", ignore=shutil.ignore_patterns("runs"))
     shutil.rmtree(other / "drafters")
@@ -87,13 +87,15 @@ def test_two_workers_survive_a_sigkill_and_one_worker_continues_them(one, fresh,
 
 
 def kill_a_worker(progress):
+    """SIGKILL one of our two workers when 12 steps are done; returns the last step before."""
     while not (progress.exists() and int(progress.read_text() or 0) >= 12):
         time.sleep(0.005)
     ours = psutil.Process().children(recursive=True)
     workers = [p for p in ours if "RayTrainWorker" in " ".join(p.cmdline())]
     assert len(workers) == 2
-    assert int(progress.read_text() or 40) < 40, "too late: the run has ended"
+    step = int(progress.read_text() or 40)
     workers[-1].kill()
+    return step
 
 
 @pytest.mark.slow
