@@ -8,7 +8,7 @@ for ours and over BUDGET times those seconds for theirs:
     ours       the settings of this repository
     published  the defaults of `speculators train` for DFlash: cross-entropy, D-PACE, Muon at 1e-3
                with decay 0.1 and its RMS matching, linear schedule
-    our_lr     the same with our Muon: its learning rate, no decay, no RMS matching
+    our_lr     the same with our learning rates: no decay, no RMS matching
 """
 
 import statistics
@@ -28,6 +28,7 @@ from bench.train import commands, take_turns
 from bench.trainers.task import last_states, training_samples, write_task
 from dflash.acceptance import tau
 from dflash.model import Drafter
+from dflash.optim import build_optimizers
 from dflash.replay import Request, replay
 from dflash.target import Target, load_target, resolve_dtype
 from dflash.train import mixed_precision
@@ -107,8 +108,11 @@ def lineup(cfg: Config, folder: Path, vocab_size: int, steps: int) -> dict[str, 
     ours = commands(cfg, folder, vocab_size)
     theirs = ours["sdpa"][: ours["sdpa"].index("sdpa") + 1]
     theirs = [*theirs, "--scheduler-total-steps", str(steps)]
-    muon = ["--muon-lr", str(cfg.train.lr), "--muon-weight-decay", "0"]
-    muon += ["--lr", str(cfg.train.lr / 2), "--muon-adjust-lr-fn", "original"]
+    dtype = resolve_dtype(cfg.target.dtype)
+    optimizers = build_optimizers(start_drafter(cfg), "muon", cfg.train.lr, dtype)
+    matrices, vectors = (str(optimizer.param_groups[0]["lr"]) for optimizer in optimizers)
+    muon = ["--muon-lr", matrices, "--muon-weight-decay", "0", "--weight-decay", "0"]
+    muon += ["--lr", vectors, "--muon-adjust-lr-fn", "original"]
     return {"ours": ours["ours"], "published": theirs, "our_lr": [*theirs, *muon]}
 
 
