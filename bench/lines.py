@@ -15,8 +15,6 @@ from typing import Any
 
 import psutil
 
-RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
-
 
 class Worker:
     """The parent's end. `ready` is the first answer, sent when everything is loaded."""
@@ -78,6 +76,17 @@ class Lines:
 
     def answer(self, **values: Any) -> None:
         """One JSON line with `values`, resident bytes now and the process's peak so far."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RUSAGE_UNIT
-        memory = {"resident": psutil.Process().memory_info().rss, "peak": peak}
+        memory = {"resident": psutil.Process().memory_info().rss, "peak": peak_bytes()}
         print(json.dumps(values | memory), file=self.out, flush=True)
+
+
+def peak_bytes() -> int:
+    """Largest resident set of this process so far.
+
+    On Linux from /proc: there ru_maxrss also remembers the parent's memory at the time of the fork.
+    """
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    [kib] = [line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line]
+    return int(kib) * 1024

@@ -15,6 +15,7 @@ import statistics
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,13 +27,14 @@ from tqdm import tqdm
 
 from bench.harness import cpu_name, report
 from bench.lines import Worker
-from bench.trainers.task import batch_of, last_states, training_samples, write_task
+from bench.trainers.task import batch_of, gamma_of, last_states, training_samples, write_task
 from dflash.loss import Batch, Candidates, Sample
+from dflash.objective import decay
 from dflash.target import Target, backbone, load_target, resolve_dtype
 from dflash.train import generator, step_loss
 from jobs.config import Config, load
 from jobs.console import print_table
-from jobs.train import start_drafter
+from jobs.loop import start_drafter
 
 THEIRS = Path(".venv-speculators/bin/python")
 ROUNDS = 9
@@ -75,7 +77,7 @@ def commands(cfg: Config, folder: Path, vocab_size: int) -> dict[str, list[str |
     ours: list[str | Path] = [sys.executable, "-m", "bench.trainers.ours", folder]
     theirs: list[str | Path] = [THEIRS, "-m", "bench.trainers.theirs", folder]
     loss = ["--loss-fn", "ce", "--per-position-loss-weight", "fixed-exp-decay"]
-    loss += ["--dflash-decay-gamma", str(cfg.train.gamma)]
+    loss += ["--dflash-decay-gamma", str(gamma_of(cfg))]
     return {
         "ours": [*ours, str(cfg.train.random_candidates)],
         "exact": [*ours, str(vocab_size)],
@@ -107,15 +109,15 @@ def check_loss(
     batch = batch_of(cfg, samples, drafter.cfg.num_drafts, 0)
     pairs = zip(samples, states, strict=True)
     teacher = [replace(s, ids=argmax_ids(target, s, last)) for s, last in pairs]
-    taught = replace(batch, labels_BNK=batch_of(cfg, teacher, drafter.cfg.num_drafts, 0).labels_BNK)
-    out = step_loss(
-        drafter, taught, target.embedding, target.head, exact(target, taught), generator(0)
-    )
-    ours = float(out.loss.detach()) / out.slots
+    other = batch_of(cfg, teacher, drafter.cfg.num_drafts, 0)
+    taught = replace(batch, labels_BNKE=other.labels_BNKE)
+    borrowed, weigh = (target.embedding, target.head), partial(decay, gamma=gamma_of(cfg))
+    out = step_loss(drafter, taught, *borrowed, exact(target, taught), generator(0), weigh)
+    ours = float(out.loss.detach()) / int(out.slots_K.sum())
     if max(abs(ours - loss) for loss in theirs) > LOSS_TOLERANCE * ours:
         raise ValueError(f"the two sides compute different losses: ours {ours}, theirs {theirs}")
-    real = batch.weights_BNK > 0
-    agree = (batch.labels_BNK == taught.labels_BNK)[real].float().mean()
+    real = batch.supervised_BNK > 0
+    agree = (batch.labels_BNKE == taught.labels_BNKE)[real].float().mean()
     return {"loss_same_labels": {"ours": ours, "theirs": theirs}, "labels_equal": float(agree)}
 
 
@@ -128,7 +130,7 @@ def argmax_ids(target: Target, sample: Sample, last: Tensor) -> Tensor:
 
 def exact(target: Target, batch: Batch) -> Candidates:
     """The full softmax."""
-    return Candidates(batch.labels_BNK.unique(), len(target.head), len(target.head))
+    return Candidates(batch.labels_BNKE.unique(), len(target.head), len(target.head))
 
 
 def ratios(answers: Answers, ours: str, theirs: str) -> list[float]:

@@ -8,7 +8,7 @@ for ours and over BUDGET times those seconds for theirs:
     ours       the settings of this repository
     published  the defaults of `speculators train` for DFlash: cross-entropy, D-PACE, Muon at 1e-3
                with decay 0.1 and its RMS matching, linear schedule
-    our_lr     the same with our Muon: its learning rate, no decay, no RMS matching
+    our_lr     the same with our learning rates: no decay, no RMS matching
 """
 
 import statistics
@@ -26,13 +26,16 @@ from bench.harness import cpu_name, report
 from bench.lines import Worker
 from bench.train import commands, take_turns
 from bench.trainers.task import last_states, training_samples, write_task
+from dflash.acceptance import tau
 from dflash.model import Drafter
-from dflash.replay import Request
+from dflash.optim import build_optimizers
+from dflash.replay import Request, replay
 from dflash.target import Target, load_target, resolve_dtype
+from dflash.train import mixed_precision
 from jobs.config import Config, load
 from jobs.console import console, print_table
+from jobs.loop import start_drafter
 from jobs.samples import load_requests
-from jobs.train import start_drafter, val_tau
 
 GOAL = 2.0
 RACE_STEPS = 90
@@ -105,8 +108,11 @@ def lineup(cfg: Config, folder: Path, vocab_size: int, steps: int) -> dict[str, 
     ours = commands(cfg, folder, vocab_size)
     theirs = ours["sdpa"][: ours["sdpa"].index("sdpa") + 1]
     theirs = [*theirs, "--scheduler-total-steps", str(steps)]
-    muon = ["--muon-lr", str(cfg.train.lr), "--muon-weight-decay", "0"]
-    muon += ["--lr", str(cfg.train.lr / 10), "--muon-adjust-lr-fn", "original"]
+    dtype = resolve_dtype(cfg.target.dtype)
+    optimizers = build_optimizers(start_drafter(cfg), "muon", cfg.train.lr, dtype)
+    matrices, vectors = (str(optimizer.param_groups[0]["lr"]) for optimizer in optimizers)
+    muon = ["--muon-lr", matrices, "--muon-weight-decay", "0", "--weight-decay", "0"]
+    muon += ["--lr", vectors, "--muon-adjust-lr-fn", "original"]
     return {"ours": ours["ours"], "published": theirs, "our_lr": [*theirs, *muon]}
 
 
@@ -135,8 +141,9 @@ def run(
             continue
         racer.worker.ask("save", str(weights))
         drafter.load_state_dict(load_file(weights))
-        value = val_tau(drafter, target.embedding, target.head, val)
-        assert value is not None
+        borrowed = (target.embedding, target.head)
+        with mixed_precision(target.dtype):
+            value = tau(replay(drafter, *borrowed, val, drafter.cfg.num_drafts))
         racer.curve.append((racer.seconds, racer.step, value))
         name = names[id(racer)]
         console.print(f"{name:9} {racer.seconds:6.1f} s {racer.step:4} steps  tau {value:.3f}")

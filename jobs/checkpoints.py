@@ -4,6 +4,7 @@ A state is one file, committed like every other (store/files.py): at its final n
 whatever was killed while writing it. So the newest file is the newest complete state.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,21 @@ from jobs.config import Config
 from store.files import commit, sweep
 
 KEEP = 2
+RESULT = "result.json"
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """What a finished worker has to say, for the driver."""
+    commit(folder / RESULT, lambda stream: stream.write(json.dumps(result).encode()))
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What `write_result` wrote.
+
+    Ray Train keeps the metrics of a report without a checkpoint only if it polls between the
+    report and the end of the worker (2.60).
+    """
+    return json.loads((folder / RESULT).read_bytes())
 
 
 def states_folder(cfg: Config, name: str) -> Path:

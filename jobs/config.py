@@ -121,7 +121,7 @@ class Train:
         "drafter folder to start from, z-lab's or speculators' format; empty: a new one",
         path=True,
     )
-    steps: int = setting(340, "optimizer steps; 0 exports the base as it is", minimum=0)
+    steps: int = setting(300, "optimizer steps; 0 exports the base as it is", minimum=0)
     batch_size: int = setting(4, "samples in a step, over all workers", minimum=1)
     anchors: int = setting(32, "random anchors per sample and step", minimum=1)
     optimizer: Literal["muon", "adamw"] = setting(
@@ -176,7 +176,7 @@ class Train:
         minimum=0,
     )
     val_samples: int = setting(24, "val requests replayed, at most, of each domain", minimum=1)
-    val_every: int = setting(85, "steps between replay evaluations on the val split", minimum=1)
+    val_every: int = setting(100, "steps between replay evaluations on the val split", minimum=1)
     max_slice_loss: float = setting(
         0.05,
         "share of its tau that a domain may lose against train.base for weights to be kept; 1: all",
@@ -199,7 +199,7 @@ class Train:
         4.0, "features a worker keeps in memory; more are read again", minimum=0, execution=True
     )
     checkpoint_every: int = setting(
-        85, "steps between resumable checkpoints", minimum=1, execution=True
+        100, "steps between resumable checkpoints", minimum=1, execution=True
     )
 
     def __post_init__(self) -> None:

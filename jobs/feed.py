@@ -2,7 +2,7 @@
 and the batches of the next step while this one is computed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -127,7 +127,7 @@ class LazySamples(Sequence[Sample]):
         return replace(sample, features=self.features[sample.sample_id])
 
 
-def prefetched(make: Callable[[int], T], steps: Iterable[int]) -> Iterator[T]:
+def prefetched(make: Callable[[int], T], steps: Iterable[int]) -> Generator[T, None, None]:
     """make(step) for every step, the next one made by a thread while the caller uses this one."""
     with ThreadPoolExecutor(1, thread_name_prefix="feed") as pool:
         waiting = None

@@ -44,7 +44,7 @@ from dflash.train import (
     step_loss,
     to_device,
 )
-from jobs.checkpoints import commit_state, newest_state, read_state, states_folder
+from jobs.checkpoints import commit_state, newest_state, read_state, states_folder, write_result
 from jobs.config import Config
 from jobs.feed import GIB, LazySamples, feature_cache, prefetched, training_set, val_requests
 from jobs.progress import advance
@@ -66,12 +66,15 @@ def worker(config: dict[str, Any]) -> None:
         with loop.tracker.system_metrics() if loop.rank == 0 else nullcontext():
             loop.train()
     except NonFiniteLoss as error:  # the same on every rank, and again in every retry
-        ray.train.report({"error": str(error)})
-        return
+        result: dict[str, Any] = {"error": str(error)}
+    else:
+        result = loop.metrics()
+        if loop.rank == 0:
+            loop.export(cfg.path("drafters", name))
     if loop.rank == 0:
-        loop.export(cfg.path("drafters", name))
-    # The report is a barrier: no rank leaves before the export stands.
-    ray.train.report(loop.metrics())
+        write_result(loop.folder, result)
+    # The report is a barrier: no rank leaves before the export and the result stand.
+    ray.train.report(result)
 
 
 class Loop:

@@ -16,6 +16,7 @@ from ray.train.torch import TorchTrainer
 from dflash.checkpoint import load_drafter
 from dflash.config import DrafterConfig
 from dflash.target import target_id
+from jobs.checkpoints import read_result, states_folder
 from jobs.cli import run_as_module
 from jobs.cluster import cluster
 from jobs.config import Config
@@ -110,13 +111,14 @@ def _fit(cfg: Config, name: str, mlflow_run: str) -> dict[str, Any]:
     )
     try:
         with follow(progress_file(cfg, name), cfg.train.steps, "train", "step"):
-            metrics = trainer.fit().metrics or {}
+            trainer.fit()
     except ray.train.TrainingFailedError as error:
         cause = next(iter(getattr(error, "worker_failures", {}).values()), error)
         raise ValueError(f"training {name} failed: {cause}") from error
-    if "error" in metrics:
-        raise ValueError(metrics["error"])
-    return metrics
+    result = read_result(states_folder(cfg, name))
+    if "error" in result:
+        raise ValueError(result["error"])
+    return result
 
 
 def _scaling(cfg: Config) -> ScalingConfig:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from bench.lines import Lines
 from dflash.checkpoint import load_drafter
-from dflash.loss import Batch, Candidates, Sample, decay_weights
+from dflash.loss import Batch, Candidates, Sample
+from dflash.objective import decay, recorded_token
 from dflash.optim import build_optimizers, lr_scale
 from dflash.target import load_borrowed
 from dflash.train import StepLoss, generator, step_batch, step_indices, step_loss
@@ -70,19 +72,23 @@ class Trainer:
         seconds = time.perf_counter() - started
         self.spent["loss"] -= self.spent["context"] + self.spent["blocks"]
         loss = float(out.loss.detach() / out.weight)
-        return {"seconds": seconds, "slots": out.slots, "loss": loss, "split": dict(self.spent)}
+        slots = int(out.slots_K.sum())
+        return {"seconds": seconds, "slots": slots, "loss": loss, "split": dict(self.spent)}
 
     def batch(self, index: int) -> Batch:
         """The batch of this step."""
         cfg = self.cfg
         picks = step_indices(index, len(self.samples), cfg["batch_size"], cfg["seed"])
-        weights = decay_weights(self.drafter.cfg.num_drafts, cfg["gamma"])
-        return step_batch(self.samples, picks, cfg["anchors"], weights, cfg["seed"])
+        num_drafts = self.drafter.cfg.num_drafts
+        return step_batch(
+            self.samples, picks, cfg["anchors"], num_drafts, recorded_token, cfg["seed"]
+        )
 
     def loss(self, batch: Batch, index: int) -> StepLoss:
         """Forward."""
         draw = generator("candidates", self.cfg["seed"], index)
-        return step_loss(self.drafter, batch, self.embedding, self.head, self.candidates, draw)
+        borrowed, weigh = (self.embedding, self.head), partial(decay, gamma=self.cfg["gamma"])
+        return step_loss(self.drafter, batch, *borrowed, self.candidates, draw, weigh)
 
     def update(self, index: int) -> None:
         """Clip, schedule, step."""
@@ -90,7 +96,7 @@ class Trainer:
         scale = lr_scale(index, self.cfg["steps"], self.cfg["warmup"])
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group.setdefault("peak_lr", group["lr"]) * scale
+                group["lr"] = group["peak_lr"] * scale
             optimizer.step()
             optimizer.zero_grad()
 

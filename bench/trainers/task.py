@@ -12,12 +12,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dflash.checkpoint import save_drafter
-from dflash.loss import Batch, Sample, decay_weights
+from dflash.loss import Batch, Sample
+from dflash.objective import default_gamma, recorded_token
 from dflash.target import Target, resolve_dtype
 from dflash.train import step_batch, step_indices
 from jobs.config import Config
-from jobs.samples import load_samples
-from jobs.train import start_drafter, trainable
+from jobs.feed import LazySamples, feature_cache, training_set
+from jobs.loop import start_drafter
+from jobs.shape import drafter_config
 
 TARGET_BATCH = 16
 
@@ -26,7 +28,9 @@ def training_samples(cfg: Config) -> list[Sample]:
     """The demo's training samples. Raises ValueError if there is no finished demo."""
     if not (cfg.target_path / "config.json").is_file():
         raise ValueError(f"{cfg.work} has no target: run `make demo` first, or pass work=FOLDER")
-    return trainable(load_samples(cfg, ["train"])["train"])
+    samples = training_set(cfg, drafter_config(cfg).num_drafts).samples
+    features = feature_cache(cfg, [s.sample_id for s in samples], float("inf"))
+    return list(LazySamples(samples, features))
 
 
 def last_states(target: Target, samples: Sequence[Sample]) -> list[Tensor]:
@@ -46,9 +50,12 @@ def batch_of(cfg: Config, samples: Sequence[Sample], num_drafts: int, step: int)
     """The batch that training takes at `step`."""
     train = cfg.train
     picks = step_indices(step, len(samples), train.batch_size, train.seed)
-    return step_batch(
-        samples, picks, train.anchors, decay_weights(num_drafts, train.gamma), train.seed
-    )
+    return step_batch(samples, picks, train.anchors, num_drafts, recorded_token, train.seed)
+
+
+def gamma_of(cfg: Config) -> float:
+    """The decay of the slots' weights."""
+    return cfg.train.gamma or default_gamma(drafter_config(cfg).block_size)
 
 
 def write_task(
@@ -71,7 +78,7 @@ def write_task(
     for step in range(steps):
         picks = step_indices(step, len(samples), cfg.train.batch_size, cfg.train.seed)
         batch = batch_of(cfg, samples, drafter.cfg.num_drafts, step)
-        real = batch.weights_BNK.any(-1)
+        real = batch.supervised_BNK.any(-1)
         anchors = [a[r].tolist() for a, r in zip(batch.anchors_BN, real, strict=True)]
         plan.append([[i, a] for (_, i), a in zip(picks, anchors, strict=True)])
     slots = cfg.train.batch_size * cfg.train.anchors * drafter.cfg.block_size
@@ -80,7 +87,7 @@ def write_task(
         "target": str(cfg.target_path.absolute()),
         "dtype": str(resolve_dtype(cfg.target.dtype)).removeprefix("torch."),
         "names": [[s.sample_id, s.domain] for s in samples],
-        "train": asdict(cfg.train) | {"steps": steps},
+        "train": asdict(cfg.train) | {"steps": steps, "gamma": gamma_of(cfg)},
         "drafter": asdict(drafter.cfg),
         "plan": plan,
         # Their row: room for a block behind the last anchor, and longer than its slots, because

@@ -36,3 +36,10 @@ def test_a_dead_worker_is_named_with_its_last_words(tmp_path: Path):
         pytest.raises(ValueError, match=r"echo worker stopped: [\s\S]*no such step"),
     ):
         worker.ask("die", 0)
+
+
+def test_the_peak_of_a_worker_is_not_that_of_a_large_parent(tmp_path: Path):
+    """ru_maxrss would be: it survives fork and exec."""
+    ballast = bytearray(300 << 20)
+    with Worker("echo", [sys.executable, "-c", ECHO], tmp_path / "log") as worker:
+        assert worker.ready["peak"] < 200 << 20 < len(ballast)

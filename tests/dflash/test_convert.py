@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -64,8 +64,9 @@ def test_vllm_serves_both_formats_alike(folders):
     for key in DrafterConfig.__slots__:
         if key in zlab and key not in ("block_size", "num_target_layers", "is_causal"):
             assert parsed[key] == zlab[key], key
-    attention = _resolve_layer_attention(cast(Any, SimpleNamespace(**zlab)), 0)
-    assert _resolve_layer_attention(cast(Any, SimpleNamespace(**parsed)), 0) == attention
+    resolve: Any = _resolve_layer_attention
+    attention = resolve(SimpleNamespace(**zlab), 0)
+    assert resolve(SimpleNamespace(**parsed), 0) == attention
     assert attention == (zlab["sliding_window"], zlab["is_causal"])
 
 
