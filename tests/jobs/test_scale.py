@@ -104,6 +104,22 @@ def test_sharded_workers_give_the_run_of_one(one, fresh):
     check_same(outcome(configure(fresh, *SETTINGS, "train.workers=2", "train.shard=fsdp")), one)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sharded_factors_and_their_average_resume_and_give_the_run_of_one(harvested, tmp_path):
+    """Frozen and trained parameters side by side, a second set of shards, an early state."""
+    folders = [shutil.copytree(harvested, tmp_path / name) for name in ("one", "two")]
+    shape = drafter_config(configure(folders[0]))
+    base = save_drafter(new_drafter(shape, 7), tmp_path / "base", torch.bfloat16)
+    words = ["train.lora_rank=4", "train.optimizer=adamw", "train.lr=1e-2", "train.ema=0.9"]
+    words += [*SETTINGS[:3], *SETTINGS[4:], f"train.base={base}"]
+    whole = outcome(configure(folders[0], *words))
+    step = move_state(configure(folders[0]), whole[0]["name"], folders[1])
+    sharded = configure(folders[1], *words, "train.workers=2", "train.shard=fsdp")
+    check_same(outcome(sharded), whole, step + 1)
+    assert whole[0]["best_step"] > 0, "something was learned"
+
+
 def test_a_domain_with_a_mix_stops_when_nothing_gets_better(fresh, tmp_path):
     """Learning rate 0: the base stays the best, so it is what is exported, after one validation."""
     cfg = configure(fresh)
