@@ -187,6 +187,9 @@ def memory_plan(
         "two steps of features": 2 * share * longest * width * dtype.itemsize,
         "feature cache": min(2 * width * sum(data.lengths), int(train.cache_gib * GIB)),
         "val features": 2 * width * val_tokens,
+        "log-probabilities": sum(
+            t.nbytes for s in data.samples for t in (s.top_ids, s.top_logprobs) if t is not None
+        ),
     }
 
 
