@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from dflash.config import DrafterConfig
-from dflash.model import Drafter
+from dflash.model import Drafter, drafter_of
+
+
+def _same(drafter: Drafter) -> Drafter:
+    return drafter
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,16 @@ class Hypothesis:
     name: str
     cause: str
     remedy: str
-    change: Callable[[Drafter], Drafter] = lambda drafter: drafter
+    change: Callable[[Drafter], Drafter]
     tap_shift: int = 0
 
 
-AS_CONFIGURED = Hypothesis("as configured", "", "")
+AS_CONFIGURED = Hypothesis("as configured", "", "", _same)
+TAPS = "target_layer_ids count from 0: id i is the output of layer i (speculators' id - 1)"
+ROPE = "write rope_theta and plain neox RoPE, as trained, into config.json"
+MASK = "write the mask_token_id of the training into dflash_config"
+ATTENTION = "write is_causal and the window as trained; serve with a backend that honours them"
+ENGINE = "upgrade or patch the engine (`flywheel doctor`); do not serve this drafter with it"
 
 
 def hypotheses(
@@ -35,76 +43,59 @@ def hypotheses(
 
     Taps that would leave the target are not in it.
     """
-    taps = "target_layer_ids count from 0: id i is the output of layer i (speculators' id - 1)"
-    rope = "write rope_theta and plain neox RoPE, as trained, into config.json"
-    mask = "write the mask_token_id of the training into dflash_config"
-    engine = "upgrade or patch the engine (`flywheel doctor`); do not serve this drafter with it"
+    others = {
+        "rope_theta": [theta for theta in dict.fromkeys(thetas) if theta != cfg.rope_theta],
+        "mask_token_id": [i for i in dict.fromkeys(mask_ids) if i != cfg.mask_token_id],
+        "is_causal": [not cfg.is_causal],
+        "sliding_window": [0] if cfg.sliding_window else [],
+    }
     return [
-        *(
-            Hypothesis(
-                f"taps {shift:+d}", f"features are read one layer too {when}", taps, tap_shift=shift
-            )
-            for shift, when in ((1, "late"), (-1, "early"))
-            if all(0 <= tap + shift < cfg.num_target_layers for tap in cfg.target_layer_ids)
-        ),
-        *(
-            Hypothesis(f"rope theta {t:g}", f"RoPE of base {t:g}", rope, _theta(t))
-            for t in dict.fromkeys(thetas)
-            if t != cfg.rope_theta
-        ),
-        Hypothesis("rope interleaved", "RoPE pairs neighbours, not halves", rope, _interleaved),
-        Hypothesis(
-            "key norm",
-            "context keys of all layers are normalised with the first layer's weights "
-            "(vLLM's CPU fault, or CUDA before its #46761)",
-            engine,
-            _first_key_norm,
-        ),
-        *(
-            Hypothesis(f"mask token {m}", f"masked slots hold token {m}", mask, _mask(m))
-            for m in dict.fromkeys(mask_ids)
-            if m != cfg.mask_token_id
-        ),
-        Hypothesis("position +1", "the block sits one position too late", engine, _position(1)),
-        Hypothesis("position -1", "the block sits one position too early", engine, _position(-1)),
-        Hypothesis("short context", "the last context token is not seen", engine, _short_context),
-        Hypothesis("slots shifted", "slot k is read for draft k + 1", engine, _slots_shifted),
-        Hypothesis(
-            "causal block",
-            "slots of a block see only the slots before them",
-            "write is_causal: false into config.json, and serve with a backend that honours it",
-            _causal,
-        ),
+        *_taps(cfg),
+        *(_value(name, value) for name, values in others.items() for value in values),
+        *ENGINES,
     ]
 
 
-def _rebuilt(drafter: Drafter, cfg: DrafterConfig | None = None, **methods: Callable) -> Drafter:
-    """The same weights (not copied) under another config, with some methods replaced."""
-    with torch.device("meta"):
-        other = Drafter(cfg or drafter.cfg)
-    other.load_state_dict(drafter.state_dict(), assign=True)
+def _taps(cfg: DrafterConfig) -> list[Hypothesis]:
+    return [
+        Hypothesis(
+            f"taps {shift:+d}", f"features are read one layer too {when}", TAPS, _same, shift
+        )
+        for shift, when in ((1, "late"), (-1, "early"))
+        if all(0 <= tap + shift < cfg.num_target_layers for tap in cfg.target_layer_ids)
+    ]
+
+
+def _value(name: str, value: float) -> Hypothesis:
+    """Another value of one key of the config."""
+    remedy = {"rope_theta": ROPE, "mask_token_id": MASK}.get(name, ATTENTION)
+    cause = f"it is computed with {name} = {value:g}"
+    if name == "is_causal":
+        cause = f"slots of a block {'do not see' if value else 'see'} the slots after them"
+
+    def change(drafter: Drafter) -> Drafter:
+        return drafter_of(replace(drafter.cfg, **{name: value}), drafter.state_dict())
+
+    return Hypothesis(f"{name} {value:g}", cause, remedy, change)
+
+
+def _with(drafter: Drafter, **methods: Callable) -> Drafter:
+    """The same weights (not copied), with some methods replaced."""
+    other = drafter_of(drafter.cfg, drafter.state_dict())
     other.__dict__.update(methods)
     return other
 
 
-def _theta(theta: float) -> Callable[[Drafter], Drafter]:
-    return lambda drafter: _rebuilt(drafter, replace(drafter.cfg, rope_theta=theta))
-
-
-def _mask(token: int) -> Callable[[Drafter], Drafter]:
-    return lambda drafter: _rebuilt(drafter, replace(drafter.cfg, mask_token_id=token))
-
-
 def _position(shift: int) -> Callable[[Drafter], Drafter]:
     # RoPE sees differences only: moving the context back is moving the block on.
-    return lambda drafter: _rebuilt(
+    return lambda drafter: _with(
         drafter, context=lambda features, start=0: drafter.context(features, start - shift)
     )
 
 
 def _short_context(drafter: Drafter) -> Drafter:
     # The mask hides what is at or after the anchor; both sides move, so distances stay.
-    return _rebuilt(
+    return _with(
         drafter,
         context=lambda features, start=0: drafter.context(features, start - 1),
         forward=lambda context, embeds, anchors: drafter(context, embeds, anchors - 1),
@@ -112,7 +103,7 @@ def _short_context(drafter: Drafter) -> Drafter:
 
 
 def _slots_shifted(drafter: Drafter) -> Drafter:
-    return _rebuilt(
+    return _with(
         drafter,
         forward=lambda context, embeds, anchors: drafter(context, embeds, anchors).roll(1, dims=2),
     )
@@ -120,39 +111,34 @@ def _slots_shifted(drafter: Drafter) -> Drafter:
 
 def _first_key_norm(drafter: Drafter) -> Drafter:
     """Only the context's keys: the block's own are normalised by an ordinary layer."""
-    broken = _rebuilt(drafter)
+    broken = _with(drafter)
     for layer in broken.layers:
         layer.self_attn.k_norm = drafter.layers[0].self_attn.k_norm
-    return _rebuilt(drafter, context=broken.context)
+    return _with(drafter, context=broken.context)
 
 
 def _interleaved(drafter: Drafter) -> Drafter:
     """Rotating neighbours is rotating halves with the rows of q and k reordered."""
     dim = drafter.cfg.head_dim
     order = torch.arange(dim).view(-1, 2).T.flatten()  # evens, then odds
-    other = _rebuilt(drafter)
-    state = other.state_dict()
+    state = drafter.state_dict()
     for name, tensor in state.items():
         if name.rpartition(".")[0].endswith(("q_proj", "k_proj", "q_norm", "k_norm")):
             state[name] = tensor.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
-    other.load_state_dict(state, assign=True)
-    return other
+    return drafter_of(drafter.cfg, state)
 
 
-def _causal(drafter: Drafter) -> Drafter:
-    other = _rebuilt(drafter)
-    for layer in other.layers:
-        attention = layer.self_attn
-        attention.__dict__["forward"] = _causal_forward(attention.forward)
-    return other
-
-
-def _causal_forward(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def causal(x: Tensor, rope: Tensor, context: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        slots = x.shape[1]  # of all blocks; the mask already parts these
-        earlier = torch.ones(slots, slots, dtype=torch.bool, device=x.device).tril()
-        mask = mask.clone()
-        mask[..., -slots:] &= earlier
-        return forward(x, rope, context, mask)
-
-    return causal
+ENGINES = [
+    Hypothesis("rope interleaved", "RoPE pairs neighbours, not halves", ROPE, _interleaved),
+    Hypothesis(
+        "key norm",
+        "context keys of all layers are normalised with the first layer's weights (vLLM's CPU "
+        "fault, or CUDA before its #46761)",
+        ENGINE,
+        _first_key_norm,
+    ),
+    Hypothesis("position +1", "the block sits one position too late", ENGINE, _position(1)),
+    Hypothesis("position -1", "the block sits one position too early", ENGINE, _position(-1)),
+    Hypothesis("short context", "the last context token is not seen", ENGINE, _short_context),
+    Hypothesis("slots shifted", "slot k is read for draft k + 1", ENGINE, _slots_shifted),
+]

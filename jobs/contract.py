@@ -96,7 +96,6 @@ def tensors(subject: Subject) -> Iterator[Check]:
         fix = "train again, or export a better step"
         yield Check("tensors", f"not finite: {', '.join(broken[:3])}", "fail", fix)
     others = [p.name for p in subject.folder.glob("*.safetensors") if p.name != WEIGHTS]
-    others += [p.name for p in subject.folder.glob("mask_embedding.pt")]
     if others:
         fix = "remove them: vLLM loads what it finds, replay does not"
         yield Check("tensors", f"beside {WEIGHTS}: {', '.join(others)}", "fail", fix)

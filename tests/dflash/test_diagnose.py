@@ -129,9 +129,10 @@ def test_weights_that_nobody_knows_are_no_known_fault(answers, learned, target, 
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [
-        ({"rope_theta": 5.0}, "rope theta 10000"),
-        ({"mask_token_id": 0}, "mask token 96"),
+        ({"rope_theta": 5.0}, "rope_theta 10000"),
+        ({"mask_token_id": 0}, "mask_token_id 96"),
         ({"target_layer_ids": (0, 1, 3)}, "taps +1"),
+        ({"is_causal": True}, "is_causal 0"),
     ],
 )
 def test_a_mislabelled_folder_is_named_without_an_engine(
@@ -230,7 +231,7 @@ def test_key_norm_spoils_the_context_keys_of_later_layers_only(answers, learned,
 
 
 def test_causal_slots_do_not_see_later_ones(answers, learned, target):
-    causal = named(learned.cfg, "causal block").change(learned)
+    causal = named(learned.cfg, "is_causal 1").change(learned)
     features = answers[0].request(learned.cfg.target_layer_ids).features[None]
     embeds = block_embeds(target.embedding, torch.tensor([[3, 4]]), 96, K + 1)
     other = embeds.clone()

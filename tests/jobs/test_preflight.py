@@ -156,7 +156,7 @@ def test_a_broken_folder_is_refused_before_a_server_starts(work, capsys, monkeyp
 def test_a_mislabelled_folder_that_vllm_serves_as_it_says_is_named(work):
     """Rope of another base, taps of another convention: vLLM and replay agree, both wrong."""
     good = trial.load_drafter(work / "drafters" / "good")
-    for wrong, name in (({"rope_theta": 7.0}, "rope theta 10000"), ({"mask_token_id": 2}, "96")):
+    for wrong, name in (({"rope_theta": 7.0}, "rope_theta 10000"), ({"mask_token_id": 2}, "96")):
         drafter = new_drafter(replace(good.cfg, **wrong), 0)
         drafter.load_state_dict(good.state_dict())
         folder = save_drafter(drafter, work / "drafters" / name.replace(" ", "-"), torch.float32)

@@ -122,10 +122,10 @@ def test_a_healthy_engine_drafts_what_we_draft_token_by_token(traces, drafter, t
     [
         ("taps", "taps +1"),
         ("key_norm", "key norm"),
-        ("theta", "rope theta 1e+06"),
+        ("theta", "rope_theta 1e+06"),
         ("interleaved", "rope interleaved"),
-        ("mask", f"mask token {OTHER_MASK}"),
-        ("causal", "causal block"),
+        ("mask", f"mask_token_id {OTHER_MASK}"),
+        ("causal", "is_causal 1"),
         ("position", "position +1"),
         ("slots", "slots shifted"),
     ],
