@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from dflash.acceptance import num_rounds
 from dflash.checkpoint import load_drafter
 from dflash.diagnose import (
-    REPRODUCED,
     Agreement,
     Answer,
     Trace,
@@ -51,7 +50,7 @@ MAX_TIES = 0.02
 FEATURE_ERROR = 0.05
 """Relative error per token, median: bfloat16 storage alone gives 0.002."""
 PROBE_PROMPT, PROBE_TOKENS = 512, 32
-"""Tokens of the prompt that is sent twice: vLLM's blocks are 128 on a CPU, the last is redone."""
+"""Tokens of the prompt that is sent twice: several cache blocks, of which vLLM redoes the last."""
 SPECIAL_TOKENS, SHOWN = 32, 20
 
 Row = dict[str, Any]
@@ -178,7 +177,7 @@ def serve(cfg: Config, folder: Path, rows: Sequence[Row], k: int) -> Served:
         answers = complete(running.url, asked, cfg.preflight.concurrency, "served")
         endings = ask_endings(cfg, running.url)
         before = counter(running.url, "vllm:prefix_cache_hits_total")
-        ask = [probe(rows, cfg.serve.max_model_len - k)]
+        ask = [probe(rows, cfg.serve.max_model_len - 2 * (k + 1))]
         probes = [*complete(running.url, ask, 1), *complete(running.url, ask, 1)]
         hits = counter(running.url, "vllm:prefix_cache_hits_total") - before
     recorded = None if running.drafts is None else read_drafts(path)
@@ -187,7 +186,8 @@ def serve(cfg: Config, folder: Path, rows: Sequence[Row], k: int) -> Served:
 
 def probe(rows: Sequence[Row], limit: int) -> Request:
     """A prompt of several cache blocks: held-out samples end to end. It does not begin as they do,
-    so that the first of the two requests finds nothing in the cache.
+    so that the first of the two requests finds nothing in the cache. With its answer it stays below
+    `limit` tokens: close to max_model_len vLLM stops drafting.
     """
     ids = [token for row in rows for token in [*row["prompt_ids"], *row["output_ids"]]]
     size = min(PROBE_PROMPT, limit - PROBE_TOKENS)
@@ -281,12 +281,17 @@ def check_drafts(ours: Ours, traces: Sequence[Trace]) -> tuple[Check, dict[str, 
             return Check("drafts", text), found
         fix = "train the drafter, or compare in float32 (target.dtype=float32)"
         return Check("drafts", f"{text}: too many to prove anything", "fail", fix), found
-    ranking = explain(ours.table, ours.drafter, *ours.borrowed, traces, ours.bound)
+    if all(m.theirs == 0 for m in own.mismatches if m not in ties):
+        text += "; all of those are 0: vLLM drafts zeros within K + 1 tokens of its limit"
+        fix = "raise serve.max_model_len (and the positions of target and drafter) or send less"
+        return Check("drafts", text, "fail", fix), found
+    differing = [t for t in traces if t.name in {m.trace for m in own.mismatches}]
+    cause, ranking = explain(ours.table, ours.drafter, *ours.borrowed, differing, ours.bound)
     found["hypotheses"] = {h.name: share for h, share in ranking}
+    if cause is not None:
+        text += f"; '{cause.name}' gives vLLM's again: {cause.cause}"
+        return Check("drafts", text, "fail", cause.remedy), found
     best, share = ranking[0]
-    if share >= REPRODUCED:
-        text += f"; {share:.1%} are what '{best.name}' gives: {best.cause}"
-        return Check("drafts", text, "fail", best.remedy), found
     fix = (
         f"none of {len(ranking)} known faults gives them again (nearest: '{best.name}', "
         f"{share:.0%}): the engine may hold other weights than the folder (a stale copy, "

@@ -114,16 +114,30 @@ def test_every_fault_is_told_from_all_others(answers, learned, target, config):
         traces = [trace(fault, learned, target, answer) for answer in answers[:6]]
         own = compare(AS_CONFIGURED, learned, target.embedding, target.head, traces)
         assert own.share(BOUND) < REPRODUCED, f"{fault.name} changes too little to be noticed"
-        ranking = explain(known, learned, target.embedding, target.head, traces, BOUND)
-        assert ranking[0][0].name == fault.name
+        cause, ranking = explain(known, learned, target.embedding, target.head, traces, BOUND)
+        assert cause == fault, [(h.name, share) for h, share in ranking]
         assert ranking[0][1] >= REPRODUCED > ranking[1][1], [(h.name, s) for h, s in ranking]
 
 
 def test_weights_that_nobody_knows_are_no_known_fault(answers, learned, target, config):
     other = new_drafter(config, 9)
     traces = [trace(AS_CONFIGURED, other, target, answer) for answer in answers]
-    ranking = explain(table(config), learned, target.embedding, target.head, traces, BOUND)
+    cause, ranking = explain(table(config), learned, target.embedding, target.head, traces, BOUND)
+    assert cause is None
     assert ranking[0][1] < 0.9
+
+
+def test_a_change_that_hardly_matters_explains_nothing(answers, learned, target, config):
+    """One draft in a hundred is otherwise: many a hypothesis gives the rest again."""
+    traces = [trace(AS_CONFIGURED, learned, target, answer) for answer in answers]
+    wrong = traces[0].drafts.clone()
+    wrong[0, K - 1] = (wrong[0, K - 1] + 1) % 97
+    assert traces[0].accepted[0] < K - 1, "or the count would not fit"
+    traces[0] = replace(traces[0], drafts=wrong)
+    lax = [*table(config), AS_CONFIGURED]
+    cause, ranking = explain(lax, learned, target.embedding, target.head, traces, BOUND)
+    assert (cause, ranking[0][0]) == (None, AS_CONFIGURED)
+    assert ranking[0][1] >= REPRODUCED
 
 
 @pytest.mark.parametrize(
@@ -132,7 +146,6 @@ def test_weights_that_nobody_knows_are_no_known_fault(answers, learned, target, 
         ({"rope_theta": 5.0}, "rope_theta 10000"),
         ({"mask_token_id": 0}, "mask_token_id 96"),
         ({"target_layer_ids": (0, 1, 3)}, "taps +1"),
-        ({"is_causal": True}, "is_causal 0"),
     ],
 )
 def test_a_mislabelled_folder_is_named_without_an_engine(

@@ -191,6 +191,19 @@ def test_other_weights_in_the_engine_are_caught(first, ours):
     assert check.status == "fail"
 
 
+def test_zeros_that_vllm_drafts_near_its_limit_are_named(first, ours):
+    _, served = first
+    answers = [trial._answer_of(ours, one) for one in served.answers + served.probes]
+    trace = next(t for t in trial.traces(ours, served, answers) if 0 in t.accepted)
+    drafts = trace.drafts.clone()
+    drafts[trace.accepted.index(0)] = 0
+    check, found = trial.check_drafts(ours, [replace(trace, drafts=drafts)])
+    assert check.status == "fail"
+    assert "vLLM drafts zeros within K + 1 tokens of its limit" in check.found
+    assert "serve.max_model_len" in check.fix
+    assert found["differences"][0]["theirs"] == 0
+
+
 def test_another_text_is_blamed_on_the_target(first, ours):
     _, served = first
     changed = [replace(c, output_ids=[9, *c.output_ids[1:]]) for c in served.answers]
