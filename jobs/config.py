@@ -247,7 +247,7 @@ class Preflight:
     """A drafter on the engine that will serve it, before promotion."""
 
     drafter: str = setting("", "drafter folder; empty: the newest below <work>/drafters", path=True)
-    requests: int = setting(16, "held-out prompts that are served and compared", minimum=10)
+    requests: int = setting(16, "held-out prompts that are served and compared", minimum=1)
     concurrency: int = setting(8, "of them in flight at the same time", minimum=1)
 
 
