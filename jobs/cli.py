@@ -27,6 +27,7 @@ STAGES = {
     "train": ("jobs.train", "features/ -> a drafter"),
     "convert": ("jobs.convert", "a drafter folder between z-lab's and speculators' format"),
     "evaluate": ("jobs.evaluate", "replay a drafter on held-out conversations -> acceptance/"),
+    "preflight": ("jobs.preflight", "prove a drafter on the engine that will serve it"),
     "promote": ("jobs.promote", "make an evaluated drafter the champion, if the gate passes"),
     "rollback": ("jobs.rollback", "make the previous champion the champion again"),
     "serve": ("jobs.serve", "run vLLM with the target and a drafter"),
@@ -38,7 +39,12 @@ STAGES = {
     "config": ("", "print every setting with its value and meaning, as YAML"),
 }
 # The first word without "=" sets this setting: `flywheel sql tau_by_domain_and_version`.
-POSITIONAL = {"sql": "sql.question", "evaluate": "evaluate.drafter", "promote": "promote.drafter"}
+POSITIONAL = {
+    "sql": "sql.question",
+    "evaluate": "evaluate.drafter",
+    "preflight": "preflight.drafter",
+    "promote": "promote.drafter",
+}
 # Stages with `plan(cfg)`: what `run` would do, for --plan.
 PLANNED = ("train",)
 # Import name -> what to install, for the one message that a missing extra deserves.

@@ -243,6 +243,15 @@ class Evaluate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Preflight:
+    """A drafter on the engine that will serve it, before promotion."""
+
+    drafter: str = setting("", "drafter folder; empty: the newest below <work>/drafters", path=True)
+    requests: int = setting(16, "held-out prompts that are served and compared", minimum=1)
+    concurrency: int = setting(8, "of them in flight at the same time", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Promote:
     """The gate before a drafter becomes champion."""
 
@@ -256,6 +265,9 @@ class Promote:
     min_tau: float = setting(1.1, "a drafter below this tau is not worth serving", minimum=1)
     new_shape: bool = setting(
         False, "accept another shape (taps, block, layers) than the champion's: replicas restart"
+    )
+    require_preflight: bool = setting(
+        False, "refuse a drafter without a passed `flywheel preflight` under these settings"
     )
 
 
@@ -335,6 +347,7 @@ class Config:
     train: Train = field(default_factory=Train)
     convert: Convert = field(default_factory=Convert)
     evaluate: Evaluate = field(default_factory=Evaluate)
+    preflight: Preflight = field(default_factory=Preflight)
     promote: Promote = field(default_factory=Promote)
     rollback: Rollback = field(default_factory=Rollback)
     serve: Serve = field(default_factory=Serve)

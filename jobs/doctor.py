@@ -35,7 +35,7 @@ class Check:
 
     name: str
     found: str
-    status: Literal["ok", "warn", "fail"] = "ok"
+    status: Literal["ok", "warn", "fail", "skip"] = "ok"
     fix: str = ""
 
 

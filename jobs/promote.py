@@ -100,6 +100,8 @@ def _decide(
         return _report("unchanged", candidate, champion, version, [])
     registry.set_alias(CHALLENGER, version)
     reasons = gate.stale(candidate.evaluation, champion)
+    if cfg.promote.require_preflight:
+        reasons += _not_proven(cfg, candidate)
     if version.bad:
         reasons.append(f"version {version.number} was rolled back: {version.bad}")
     if not reasons:
@@ -128,6 +130,18 @@ def _foreign(cfg: Config, candidate: Candidate) -> list[str]:
     if not reasons and candidate.evaluation["compat_key"] != candidate.key:
         reasons.append("config.json has changed since the evaluation: evaluate again")
     return reasons
+
+
+def _not_proven(cfg: Config, candidate: Candidate) -> list[str]:
+    """Why the engine that will serve is not known to draft what we replay."""
+    from jobs.preflight import passed  # it needs what serving needs
+
+    if passed(cfg, candidate.folder):
+        return []
+    return [
+        "no passed preflight under these settings (promote.require_preflight): run "
+        f"`flywheel preflight {candidate.folder}`"
+    ]
 
 
 def move(

@@ -51,6 +51,18 @@ def drafter_config(cfg: Config) -> DrafterConfig:
     )
 
 
+def taken_tokens(tokenizer: Any) -> dict[int, str]:
+    """Special tokens that already mean something: id -> pad, eos, bos, unk or template."""
+    template = tokenizer.chat_template or ""
+    special = tokenizer.added_tokens_decoder.items()
+    taken = {index: "template" for index, token in special if str(token) in template}
+    for role in ("unk", "bos", "eos", "pad"):
+        index = getattr(tokenizer, f"{role}_token_id")
+        if index is not None:
+            taken[index] = role
+    return taken
+
+
 def mask_token(cfg: Config, vocab_size: int) -> int:
     """drafter.mask_token_id, or the highest special token that text and template never use.
 
@@ -60,13 +72,11 @@ def mask_token(cfg: Config, vocab_size: int) -> int:
     if cfg.drafter.mask_token_id >= 0:
         return cfg.drafter.mask_token_id
     tokenizer = AutoTokenizer.from_pretrained(cfg.target_path, local_files_only=True)
-    template = tokenizer.chat_template or ""
-    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    used |= {tokenizer.unk_token_id}
+    taken = taken_tokens(tokenizer)
     free = [
         index
         for index, token in tokenizer.added_tokens_decoder.items()
-        if token.special and index not in used and index < vocab_size and str(token) not in template
+        if token.special and index not in taken and index < vocab_size
     ]
     if not free:
         raise ValueError(

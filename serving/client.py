@@ -151,6 +151,14 @@ async def _post(
     return response.json()
 
 
+def counter(url: str, name: str) -> float:
+    """A counter of /metrics, summed over its labels; 0 if the server does not have it."""
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith((name + "{", name + " "))
+    )
+
+
 def compare_speed(
     plain_url: str,
     drafted_url: str,

@@ -44,6 +44,7 @@ class Server:
     capture: Path | str | None = None  # folder for captured traffic; None: off
     target_id: str | None = None  # copied into captured records
     drafter_version: str | None = None  # copied into captured records
+    drafts: Path | str | None = None  # file for all drafted tokens (serving.drafts); None: off
     log: Path | str = "serve.log"  # what vLLM prints
     args: tuple[str, ...] = ()  # further arguments for vLLM
     start_seconds: float = 600.0
@@ -73,6 +74,10 @@ class Server:
         self.port = free_port(self.host, self.port)
         self.log = Path(self.log).absolute()
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.drafts is not None:
+            if not vllm_runs_on_cpu():
+                raise ValueError("drafts are recorded by our CPU worker only: leave `drafts` unset")
+            Path(self.drafts).unlink(missing_ok=True)
         with self.log.open("wb") as stream:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "serving.launch", *self.vllm_args()],
@@ -170,6 +175,8 @@ class Server:
             values["FLYWHEEL_CAPTURE_DIR"] = str(Path(self.capture).absolute())
             values["FLYWHEEL_CAPTURE_TARGET_ID"] = self.target_id or ""
             values["FLYWHEEL_CAPTURE_DRAFTER"] = self.drafter_version or ""
+        if self.drafts is not None:
+            values["FLYWHEEL_DRAFTS"] = str(Path(self.drafts).absolute())
         return values
 
     def _speculative_config(self) -> str:

@@ -1,11 +1,15 @@
 """The vLLM worker that `serving.server` asks for on CPUs: it refuses a drafter it would spoil.
 
 A missing plugin makes no noise by itself, so the check sits in the process that would compute
-wrongly, before any weight is read.
+wrongly, before any weight is read. The same worker can write down what it drafts: vLLM reports how
+many drafts it accepted, never which tokens it drafted (serving.drafts reads them).
 """
 
+import json
+import os
 from typing import Any
 
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from serving import cpu_fixes
@@ -19,3 +23,13 @@ class CheckedCPUWorker(CPUWorker):
         if self.vllm_config.speculative_config is not None:
             cpu_fixes.require()
         super().load_model(*args, **kwargs)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """What the scheduler asks for after every step; appended to the file FLYWHEEL_DRAFTS."""
+        taken = super().take_draft_token_ids()
+        path = os.environ.get("FLYWHEEL_DRAFTS")
+        if taken is not None and path:
+            with open(path, "a") as stream:
+                for name, tokens in zip(taken.req_ids, taken.draft_token_ids, strict=True):
+                    stream.write(json.dumps([name, tokens]) + "\n")
+        return taken

@@ -15,7 +15,7 @@ from dflash.checkpoint import compat_fields, compat_key, save_drafter, weights_s
 from dflash.config import DrafterConfig
 from dflash.model import Drafter
 from dflash.target import target_id
-from jobs import cli, promote, registry, rollback
+from jobs import cli, preflight, promote, registry, rollback
 from jobs.config import Config, load
 from jobs.registry import Registry, lease
 from store import promotions
@@ -371,3 +371,17 @@ def test_two_racing_promoters_and_a_killed_one(cfg):
     assert "compared with no drafter, but the champion is" in loser["reasons"][0]
     assert aliases(cfg)["champion"] == winner["version"]
     assert [action for action, _, _ in actions(cfg)] == ["promote", "refuse"]
+
+
+def test_a_drafter_without_a_passed_preflight_is_refused_if_that_is_asked_for(cfg):
+    cfg = cfg.override("promote", require_preflight=True)
+    folder, summary = promoted(cfg, "one", 1)
+    assert summary["decision"] == "refused"
+    assert f"`flywheel preflight {folder}`" in summary["reasons"][0]
+    path = preflight.result_path(cfg, folder)
+    path.parent.mkdir()
+    path.write_text(json.dumps({"ok": False}))
+    assert promote.run(cfg)["decision"] == "refused"
+    path.write_text(json.dumps({"ok": True}))
+    assert promote.run(cfg.override("serve", k=[2]))["decision"] == "refused", "another K"
+    assert promote.run(cfg.override("serve", port=1))["decision"] == "promoted"

@@ -1,0 +1,258 @@
+"""Which one fault explains a drafter: its drafts again, under one changed assumption each.
+
+The table of hypotheses answers two questions. What an engine drafted on known contexts: which
+change to our forward gives the same tokens? And without an engine: under which change does the
+drafter accept more than under its own config? An engine that computes something else shows in the
+first, a folder whose taps, RoPE or mask token are mislabelled in the second.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from dflash.config import DrafterConfig
+from dflash.hypotheses import AS_CONFIGURED, Hypothesis
+from dflash.model import Drafter, block_embeds
+from dflash.replay import Request
+from dflash.target import Target
+
+ROUNDS = 64
+"""Rounds on which hypotheses are compared: more would only repeat the answer."""
+ANCHORS = 32
+"""Anchors per answer on which readings of config.json are compared."""
+REPRODUCED = 0.98
+"""Share of drafts a hypothesis must give again to be named as the cause: all but near ties."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt with its greedy answer, and what the target computed on it.
+
+    ids [P + n] int64; layers: layer id -> output [P + n, H]; gaps [n]: by how many logits the
+    target's argmax beats the answer's token, 0 where it is the answer's token.
+    """
+
+    ids: Tensor
+    num_prompt: int
+    layers: dict[int, Tensor]
+    gaps: Tensor
+
+    def request(self, taps: Sequence[int], shift: int = 0) -> Request:
+        """The answer with its features, taps moved by `shift`."""
+        features = torch.cat([self.layers[tap + shift] for tap in taps], dim=-1)
+        return Request(self.ids, self.num_prompt, features)
+
+
+def read_answer(
+    target: Target, cfg: DrafterConfig, prompt: Sequence[int], output: Sequence[int]
+) -> Answer:
+    """One teacher-forced pass over prompt + output, with the taps and the layers beside them."""
+    near = {tap + shift for tap in cfg.target_layer_ids for shift in (-1, 0, 1)}
+    layers = sorted(near & set(range(target.num_layers)))
+    features = target.features([[*prompt, *output]], layers)[0]
+    logits = target.logits(features.last[len(prompt) - 1 : -1]).float()
+    ids = torch.tensor([*prompt, *output])
+    chosen = logits.gather(1, ids[len(prompt) :, None])[:, 0]
+    split = features.taps.chunk(len(layers), dim=-1)
+    return Answer(
+        ids=ids,
+        num_prompt=len(prompt),
+        layers=dict(zip(layers, split, strict=True)),
+        gaps=logits.max(-1).values - chosen,
+    )
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What an engine drafted for one answer: accepted per round (cut at the end), drafts [R, K].
+
+    Raises ValueError if the drafts cannot have given these counts: then they were recorded for
+    other rounds, and comparing them would say nothing.
+    """
+
+    name: str
+    answer: Answer
+    accepted: list[int]
+    drafts: Tensor
+
+    def __post_init__(self) -> None:
+        end = len(self.answer.ids)
+        for i, (anchor, accepted) in enumerate(zip(self.anchors, self.accepted, strict=True)):
+            truth = self.answer.ids[anchor + 1 : anchor + 1 + self.drafts.shape[1]]
+            matched = int((self.drafts[i, : len(truth)] == truth).long().cumprod(0).sum())
+            if min(matched, end - anchor - 2) != accepted:
+                raise ValueError(
+                    f"{self.name}, round {i}: the recorded drafts match {matched} tokens of the "
+                    f"answer, the engine counted {accepted}: they belong to another round"
+                )
+
+    @property
+    def anchors(self) -> list[int]:
+        """Absolute position of every round's anchor; the first is the first output token."""
+        steps = (a + 1 for a in self.accepted)
+        return list(accumulate(steps, initial=self.answer.num_prompt))[:-1]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A draft the engine made otherwise: our logit of `ours` is `gap` above that of `theirs`."""
+
+    trace: str
+    anchor: int
+    slot: int
+    ours: int
+    theirs: int
+    gap: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Drafts compared one by one."""
+
+    drafts: int
+    mismatches: list[Mismatch]
+
+    def near_ties(self, bound: float) -> list[Mismatch]:
+        """Mismatches whose two tokens lie closer than `bound` in our logits."""
+        return [m for m in self.mismatches if m.gap < bound]
+
+    def share(self, bound: float) -> float:
+        """Share of drafts that are equal, or differ at a near tie."""
+        return 1 - (len(self.mismatches) - len(self.near_ties(bound))) / self.drafts
+
+
+@torch.inference_mode()
+def compare(
+    hypothesis: Hypothesis,
+    drafter: Drafter,
+    embedding: Tensor,
+    head: Tensor,
+    traces: Sequence[Trace],
+    max_rounds: int | None = None,
+) -> Agreement:
+    """Drafts under a hypothesis against the traces', in at most `max_rounds` rounds of them.
+
+    Raises ValueError without a draft.
+    """
+    changed = hypothesis.change(drafter)
+    total, mismatches, left = 0, [], max_rounds or sum(len(t.accepted) for t in traces)
+    for trace in traces:
+        request = trace.answer.request(drafter.cfg.target_layer_ids, hypothesis.tap_shift)
+        rounds = slice(0, min(left, len(trace.accepted)))
+        theirs, anchors = trace.drafts[rounds], torch.tensor(trace.anchors[rounds])
+        left -= len(anchors)
+        if not theirs.numel():
+            continue
+        total += theirs.numel()
+        logits = draft_logits(changed, embedding, head, request, anchors, theirs.shape[1])
+        mismatches += _mismatches(trace, anchors, logits.float(), theirs)
+    if not total:
+        raise ValueError("no draft was recorded: nothing to compare")
+    return Agreement(total, mismatches)
+
+
+def draft_logits(
+    drafter: Drafter,
+    embedding: Tensor,
+    head: Tensor,
+    request: Request,
+    anchors: Tensor,
+    num_drafts: int,
+) -> Tensor:
+    """Logits [N, K, V] of the drafts after each anchor [N] of one answer, in one forward."""
+    context = drafter.context(request.features[None].to(embedding.dtype))
+    tokens = request.ids[anchors][None]
+    embeds = block_embeds(embedding, tokens, drafter.cfg.mask_token_id, num_drafts + 1)
+    hidden = drafter(context, embeds, anchors[None])[0, :, 1:]
+    return (hidden.reshape(-1, hidden.shape[-1]) @ head.T).view(len(anchors), num_drafts, -1)
+
+
+def _mismatches(trace: Trace, anchors: Tensor, logits: Tensor, theirs: Tensor) -> list[Mismatch]:
+    best = logits.max(-1)
+    gaps = best.values - logits.gather(-1, theirs[..., None])[..., 0]
+    return [
+        Mismatch(
+            trace=trace.name,
+            anchor=int(anchors[i]),
+            slot=int(k) + 1,
+            ours=int(best.indices[i, k]),
+            theirs=int(theirs[i, k]),
+            gap=float(gaps[i, k]),
+        )
+        for i, k in (best.indices != theirs).nonzero().tolist()
+    ]
+
+
+def explain(
+    table: Sequence[Hypothesis],
+    drafter: Drafter,
+    embedding: Tensor,
+    head: Tensor,
+    traces: Sequence[Trace],
+    bound: float,
+) -> tuple[Hypothesis | None, list[tuple[Hypothesis, float]]]:
+    """The hypothesis behind drafts that differ, and all with the share they give again, best first.
+
+    It is None unless the best gives REPRODUCED of the drafts again, among them nine of ten that we
+    draft otherwise: a change that hardly matters would give most of any drafts again.
+    """
+
+    def share(hypothesis: Hypothesis) -> float:
+        found = compare(hypothesis, drafter, embedding, head, traces, ROUNDS)
+        return found.share(bound)
+
+    ranking = sorted(((h, share(h)) for h in table), key=lambda pair: -pair[1])
+    best, again = ranking[0]
+    left = (1 - again) / (1 - share(AS_CONFIGURED) or 1)
+    return (best if again >= REPRODUCED and left <= 0.1 else None), ranking
+
+
+def fits_better(
+    table: Sequence[Hypothesis],
+    drafter: Drafter,
+    embedding: Tensor,
+    head: Tensor,
+    answers: Sequence[Answer],
+    num_drafts: int,
+) -> list[tuple[Hypothesis, float, float]]:
+    """Hypotheses under which clearly more drafts are right than as configured, the best first.
+
+    With each, the mean number of right drafts in a row (of `num_drafts`) after the same anchors
+    under it and as configured. Clearly: by 2 %, and by four standard errors of the paired
+    difference. Empty for a drafter that was never trained: it is right under no reading.
+    """
+    own = _in_a_row(AS_CONFIGURED, drafter, embedding, head, answers, num_drafts)
+    found = []
+    for hypothesis in table:
+        other = _in_a_row(hypothesis, drafter, embedding, head, answers, num_drafts)
+        gain = (other - own).sum()
+        noise = 4 * (other - own).square().sum().sqrt()
+        if gain > max(noise, 0.02 * own.sum()):
+            found.append((hypothesis, float(other.mean()), float(own.mean())))
+    return sorted(found, key=lambda item: -item[1])
+
+
+@torch.inference_mode()
+def _in_a_row(
+    hypothesis: Hypothesis,
+    drafter: Drafter,
+    embedding: Tensor,
+    head: Tensor,
+    answers: Sequence[Answer],
+    num_drafts: int,
+) -> Tensor:
+    """Right drafts in a row, float64, after up to ANCHORS evenly spaced anchors of each answer."""
+    changed, found = hypothesis.change(drafter), []
+    for answer in answers:
+        first, last = answer.num_prompt, len(answer.ids) - 1 - num_drafts
+        if last < first:
+            continue  # too short for a whole block
+        anchors = torch.linspace(first, last, min(ANCHORS, last - first + 1)).long()
+        request = answer.request(drafter.cfg.target_layer_ids, hypothesis.tap_shift)
+        logits = draft_logits(changed, embedding, head, request, anchors, num_drafts)
+        truth = answer.ids[anchors[:, None] + 1 + torch.arange(num_drafts)]
+        found.append((logits.argmax(-1) == truth).double().cumprod(1).sum(1))
+    return torch.cat(found) if found else torch.zeros(1, dtype=torch.float64)
