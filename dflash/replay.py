@@ -5,7 +5,7 @@ exactly while it equals the recorded token. So one pass over the features gives 
 each round costs one drafter forward (facts/dflash.md section 3).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ def replay(
     head: Tensor,
     requests: Sequence[Request],
     num_drafts: int,
-    batch_size: int = 16,
+    batch_tokens: int = 16384,
 ) -> list[list[int]]:
     """Accepted drafts of every round of every request, in the order of `requests`.
 
@@ -43,64 +43,125 @@ def replay(
     not exist, and drafts for different K differ). Requests of one token have no round.
     Raises ValueError for K out of range.
     """
-    if not 1 <= num_drafts <= drafter.cfg.num_drafts:
-        raise ValueError(
-            f"k={num_drafts} is outside 1..{drafter.cfg.num_drafts} for a drafter of block size "
-            f"{drafter.cfg.block_size}"
-        )
-    accepted: list[list[int]] = [[] for _ in requests]
-    order = sorted(range(len(requests)), key=lambda i: len(requests[i].ids))
-    for start in range(0, len(order), batch_size):
-        group = order[start : start + batch_size]
-        walks = _walk(drafter, embedding, head, [requests[i] for i in group], num_drafts)
-        for i, rounds in zip(group, walks, strict=True):
-            accepted[i] = rounds
-    return accepted
+    return replay_many(drafter, embedding, head, requests, [num_drafts], batch_tokens)[num_drafts]
 
 
-def _walk(
-    drafter: Drafter, embedding: Tensor, head: Tensor, requests: Sequence[Request], num_drafts: int
-) -> list[list[int]]:
-    context = drafter.context(_pad([r.features.to(embedding.dtype) for r in requests]))
-    ids = _pad([r.ids for r in requests])
-    anchors = torch.tensor([r.num_prompt for r in requests])
-    ends = torch.tensor([len(r.ids) - 1 for r in requests])
-    walks: list[list[int]] = [[] for _ in requests]
-    active = (anchors < ends).nonzero().flatten()
-    while len(active):
-        live = _select(context, active, int(anchors[active].max()))
-        here, row = anchors[active], ids[active]
-        drafts = draft(
-            drafter, embedding, head, live, row.gather(1, here[:, None]), here, num_drafts
-        )
-        where = (here[:, None] + 1 + torch.arange(num_drafts)).clamp(max=ids.shape[1] - 1)
-        matched = (drafts == row.gather(1, where)).long().cumprod(1).sum(1)
-        counts = torch.minimum(matched, ends[active] - here - 1)
-        for i, count in zip(active.tolist(), counts.tolist(), strict=True):
-            walks[i].append(count)
-        anchors[active] += counts + 1
-        active = active[anchors[active] < ends[active]]
-    return walks
-
-
-def draft(
+@torch.inference_mode()
+def replay_many(
     drafter: Drafter,
     embedding: Tensor,
     head: Tensor,
+    requests: Sequence[Request],
+    ks: Sequence[int],
+    batch_tokens: int = 16384,
+) -> dict[int, list[list[int]]]:
+    """`replay` for several K; the context of a request is projected once for all of them.
+
+    batch_tokens: positions that are walked together, padding included.
+    """
+    for k in ks:
+        if not 1 <= k <= drafter.cfg.num_drafts:
+            raise ValueError(
+                f"k={k} is outside 1..{drafter.cfg.num_drafts} for a drafter of block size "
+                f"{drafter.cfg.block_size}"
+            )
+    walks: dict[int, list[list[int]]] = {k: [[] for _ in requests] for k in ks}
+    for group in _groups([len(request.ids) for request in requests], batch_tokens):
+        batch = _Batch(drafter, embedding, head, [requests[i] for i in group])
+        for k in ks:
+            for i, rounds in zip(group, batch.walk(k), strict=True):
+                walks[k][i] = rounds
+    return walks
+
+
+def _groups(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices in groups of similar length, each within batch_tokens or of one request."""
+    group: list[int] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if group and lengths[i] * (len(group) + 1) > batch_tokens:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+class _Batch:
+    """Requests that walk together, with the context of all their positions."""
+
+    def __init__(
+        self, drafter: Drafter, embedding: Tensor, head: Tensor, requests: Sequence[Request]
+    ):
+        self.drafter, self.embedding, self.head = drafter, embedding, head
+        self.context = drafter.context(_pad([r.features.to(embedding.dtype) for r in requests]))
+        self.ids = _pad([r.ids for r in requests])
+        self.starts = torch.tensor([r.num_prompt for r in requests])
+        self.ends = torch.tensor([len(r.ids) - 1 for r in requests])
+
+    def walk(self, num_drafts: int) -> list[list[int]]:
+        """Accepted drafts of each round of each request."""
+        walks: list[list[int]] = [[] for _ in self.starts]
+        anchors, ends = self.starts.clone(), self.ends
+        active = (anchors < ends).nonzero().flatten()
+        while len(active):
+            counts = self._round(active, anchors[active], num_drafts)
+            for i, count in zip(active.tolist(), counts.tolist(), strict=True):
+                walks[i].append(count)
+            anchors[active] += counts + 1
+            active = active[anchors[active] < ends[active]]
+        return walks
+
+    def _round(self, rows: Tensor, anchors: Tensor, num_drafts: int) -> Tensor:
+        """Accepted drafts of one round of the requests `rows`."""
+        length = int(anchors.max())
+        context = [(key[rows, :, :length], value[rows, :, :length]) for key, value in self.context]
+        hidden = draft_hidden(
+            self.drafter,
+            self.embedding,
+            context,
+            self.ids[rows].gather(1, anchors[:, None]),
+            anchors[:, None],
+            num_drafts,
+        )[:, 0]
+        where = (anchors[:, None] + 1 + torch.arange(num_drafts)).clamp(max=self.ids.shape[1] - 1)
+        recorded = self.ids[rows].gather(1, where)
+        return leading_matches(hidden, self.head, recorded, self.ends[rows] - anchors - 1)
+
+
+def leading_matches(
+    hidden_BKH: Tensor, head: Tensor, recorded_BK: Tensor, most_B: Tensor
+) -> Tensor:
+    """How many drafts equal the recorded tokens before the first that does not, at most most_B.
+
+    Slot by slot: what stands behind a mismatch is never looked at, and the head is most of the
+    cost of a round.
+    """
+    counts = torch.zeros_like(most_B)
+    going = torch.arange(len(most_B))
+    for k in range(recorded_BK.shape[1]):
+        going = going[most_B[going] > k]
+        if not len(going):
+            break
+        drafts = (hidden_BKH[going, k] @ head.T).argmax(-1)
+        going = going[drafts == recorded_BK[going, k]]
+        counts[going] += 1
+    return counts
+
+
+def draft_hidden(
+    drafter: Drafter,
+    embedding: Tensor,
     context: ContextKV,
-    anchor_tokens_B1: Tensor,
-    anchors_B: Tensor,
+    anchor_tokens_BN: Tensor,
+    anchors_BN: Tensor,
     num_drafts: int,
 ) -> Tensor:
-    """Greedy drafts [B, K] of one block per sequence, K+1 slots as vLLM lays them out."""
-    embeds = block_embeds(embedding, anchor_tokens_B1, drafter.cfg.mask_token_id, num_drafts + 1)
-    hidden = drafter(context, embeds, anchors_B[:, None])[:, 0, 1:]
-    logits = hidden.reshape(-1, hidden.shape[-1]) @ head.T
-    return logits.argmax(-1).view(len(anchors_B), num_drafts)
+    """Hidden states [B, N, K, H] of the drafts behind each anchor; times head.T, their logits.
 
-
-def _select(context: ContextKV, rows: Tensor, length: int) -> ContextKV:
-    return [(key[rows, :, :length], value[rows, :, :length]) for key, value in context]
+    K+1 slots are laid out, as vLLM does.
+    """
+    embeds = block_embeds(embedding, anchor_tokens_BN, drafter.cfg.mask_token_id, num_drafts + 1)
+    return drafter(context, embeds, anchors_BN)[:, :, 1:]
 
 
 def _pad(tensors: Sequence[Tensor]) -> Tensor:
