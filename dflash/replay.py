@@ -93,10 +93,11 @@ class _Batch:
         self, drafter: Drafter, embedding: Tensor, head: Tensor, requests: Sequence[Request]
     ):
         self.drafter, self.embedding, self.head = drafter, embedding, head
-        self.context = drafter.context(_pad([r.features.to(embedding.dtype) for r in requests]))
-        self.ids = _pad([r.ids for r in requests])
-        self.starts = torch.tensor([r.num_prompt for r in requests])
-        self.ends = torch.tensor([len(r.ids) - 1 for r in requests])
+        device = embedding.device
+        self.context = drafter.context(_pad([r.features for r in requests]).to(embedding))
+        self.ids = _pad([r.ids for r in requests]).to(device)
+        self.starts = torch.tensor([r.num_prompt for r in requests], device=device)
+        self.ends = torch.tensor([len(r.ids) - 1 for r in requests], device=device)
 
     def walk(self, num_drafts: int) -> list[list[int]]:
         """Accepted drafts of each round of each request."""
@@ -123,7 +124,8 @@ class _Batch:
             anchors[:, None],
             num_drafts,
         )[:, 0]
-        where = (anchors[:, None] + 1 + torch.arange(num_drafts)).clamp(max=self.ids.shape[1] - 1)
+        slots = torch.arange(1, num_drafts + 1, device=anchors.device)
+        where = (anchors[:, None] + slots).clamp(max=self.ids.shape[1] - 1)
         recorded = self.ids[rows].gather(1, where)
         return leading_matches(hidden, self.head, recorded, self.ends[rows] - anchors - 1)
 
@@ -137,7 +139,7 @@ def leading_matches(
     cost of a round.
     """
     counts = torch.zeros_like(most_B)
-    going = torch.arange(len(most_B))
+    going = torch.arange(len(most_B), device=most_B.device)
     for k in range(recorded_BK.shape[1]):
         going = going[most_B[going] > k]
         if not len(going):

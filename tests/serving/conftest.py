@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 TAPS = (1, 3)
 VOCABULARY = 128
+LEARNED = [[0, 5 + i, 9, 20 + i] for i in range(6)]
+"""Prompts whose greedy answers `learned_drafter` knows by heart."""
+ANSWER = 24
 
 
 @pytest.fixture(scope="session")
@@ -43,10 +47,46 @@ def tiny_target(tmp_path_factory) -> Path:
 def tiny_drafter(tmp_path_factory) -> Path:
     """A random DFlash drafter of two layers and blocks of 4 for the tiny target."""
     from dflash.checkpoint import save_drafter
-    from dflash.config import DrafterConfig
     from dflash.model import new_drafter
 
-    config = DrafterConfig(
+    folder = tmp_path_factory.mktemp("tiny") / "drafter"
+    save_drafter(new_drafter(tiny_config(), seed=0), folder, torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def learned_drafter(tmp_path_factory, tiny_target) -> Path:
+    """The same drafter after a few seconds with the greedy answers to LEARNED: accepted often."""
+    from dflash.checkpoint import save_drafter
+    from dflash.decode import decode
+    from dflash.model import block_embeds, new_drafter
+    from dflash.target import load_target
+
+    target, drafter = load_target(tiny_target, torch.float32), new_drafter(tiny_config(), seed=0)
+    answers = [decode(target, prompt, ANSWER + 4).output_ids for prompt in LEARNED]
+    rows = [prompt + answer for prompt, answer in zip(LEARNED, answers, strict=True)]
+    features = torch.stack([found.taps for found in target.features(rows, TAPS)]).clone()
+    ids = torch.tensor(rows)
+    anchors = torch.arange(len(LEARNED[0]), ids.shape[1] - 3).expand(len(rows), -1)
+    labels = torch.stack([ids.gather(1, anchors + k) for k in (1, 2, 3)], -1)
+    embeds = block_embeds(target.embedding, ids.gather(1, anchors), drafter.cfg.mask_token_id, 4)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    for _ in range(60):
+        hidden = drafter(drafter.context(features), embeds, anchors)[:, :, 1:]
+        loss = cross_entropy((hidden @ target.head.T).flatten(0, -2), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    folder = tmp_path_factory.mktemp("tiny") / "learned"
+    save_drafter(drafter, folder, torch.float32)
+    return folder
+
+
+def tiny_config():
+    """The shape of the tiny drafters."""
+    from dflash.config import DrafterConfig
+
+    return DrafterConfig(
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -62,6 +102,3 @@ def tiny_drafter(tmp_path_factory) -> Path:
         target_layer_ids=TAPS,
         mask_token_id=3,
     )
-    folder = tmp_path_factory.mktemp("tiny") / "drafter"
-    save_drafter(new_drafter(config, seed=0), folder, torch.float32)
-    return folder
