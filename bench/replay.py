@@ -1,9 +1,11 @@
-"""make bench-replay: replay of a drafter against the reference decoder on the same prompts.
+"""make bench-replay [ARGS="work=runs/mine"]: replay against the reference decoder, same prompts.
 
 Needs a finished demo (make demo): its target, its held-out answers and its newest drafter. Both
 sides must walk the same rounds in float32; the seconds of replay include the target's pass that
 makes the features.
 """
+
+import sys
 
 import torch
 
@@ -22,7 +24,7 @@ REQUESTS = 6
 
 def main() -> None:
     """Compare and print the JSON line."""
-    cfg = load(None, [])
+    cfg = load(None, sys.argv[1:])
     rows = load_requests(cfg, "test")[0][:REQUESTS]
     target = load_target(cfg.target_path, torch.float32)
     drafter = load_drafter(find_drafter(cfg, ""))

@@ -1,7 +1,7 @@
 """Our drafter folder in z-lab's public client, round by round against our replay, in float32.
 
     pip install --no-deps --target build/zlab dflash==0.1.0   # not into .venv: the names collide
-    make bench-zlab-client ARGS=build/zlab
+    make bench-zlab-client ARGS="build/zlab"    # or "build/zlab work=runs/mine"
 
 Needs a finished demo (make demo). The client runs in a process of its own that finds their `dflash`
 first; it decodes held-out prompts live, and replay walks the text that it wrote.
@@ -48,7 +48,7 @@ print(json.dumps(found))
 def main() -> None:
     """Compare and print the JSON line; `ratio` is the share of requests with identical rounds."""
     client = Path(sys.argv[1]).absolute()
-    cfg = load(None, [])
+    cfg = load(None, sys.argv[2:])
     folder = find_drafter(cfg, "")
     rows = load_requests(cfg, "test")[0][:REQUESTS]
     prompts = [(row["prompt_ids"], len(row["output_ids"])) for row in rows]

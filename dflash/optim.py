@@ -20,16 +20,42 @@ def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     The short side is cut into blocks that are treated apart: cost falls with their number, since
     a Gram matrix is squared, and a step stays as good (docs/decisions/006).
     """
-    a, b, c = NEWTON_SCHULZ
     tall = matrix.shape[0] > matrix.shape[1]
     short_first = matrix.T if tall else matrix
     x = short_first.to(dtype).reshape(num_blocks(len(short_first)), -1, short_first.shape[1])
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    iterate = newton_schulz_gram if dtype == torch.float32 else newton_schulz
+    x = iterate(x, steps).reshape(short_first.shape)
+    return x.T if tall else x
+
+
+def newton_schulz(x_PRN: Tensor, steps: int) -> Tensor:
+    """`steps` times x <- (a + b G + c G^2) x with G = x x^T, for each of P matrices."""
+    a, b, c = NEWTON_SCHULZ
+    x = x_PRN
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    x = x.reshape(short_first.shape)
-    return x.T if tall else x
+    return x
+
+
+def newton_schulz_gram(x_PRN: Tensor, steps: int) -> Tensor:
+    """The same in float32 with two products over N instead of two in every step.
+
+    Every factor p = a + b G + c G^2 is a polynomial of the first G, so factors commute: the next G
+    is p G p, and x is multiplied once, by their product. A G of squares needs the digits: in
+    bfloat16 its rounding is as large as most of its eigenvalues, and the iteration amplifies it.
+    """
+    a, b, c = NEWTON_SCHULZ
+    gram = x_PRN @ x_PRN.mT
+    product = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
+    for step in range(steps):
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        product = factor @ product if step else factor
+        if step + 1 < steps:
+            gram = factor @ gram @ factor
+    return product @ x_PRN
 
 
 def num_blocks(rows: int) -> int:

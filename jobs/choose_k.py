@@ -1,71 +1,90 @@
-"""How many tokens to draft: measured cost of a round against replayed acceptance.
+"""How many tokens to draft at each batch size: measured cost of a round, replayed acceptance.
 
-Speed-up(K, c) = tau(K) / cost(K, c), where cost is the time of one round at concurrency c in units
-of one plain decoding step. Cost is measured on the server at two K and taken as linear between.
+Speed-up(K, b) = tau(K) / cost(K, b), where cost is the time of one round while b requests decode,
+in units of one plain decoding step at the same b. A round of K drafts computes b * (K + 1) rows, so
+its cost is taken as linear in K and in b between the four corners that are measured.
 """
 
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from serving.client import Completion, Request, complete
 
-CONCURRENCY = (1, 8)
+BATCHES = (1, 8)
+"""Batch sizes at which a round is timed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Time of one round with K drafts at a concurrency, in plain decoding steps."""
+    """Time of one round with K drafts while `batch` requests decode, in plain decoding steps."""
 
     k: int
-    concurrency: int
+    batch: int
     cost: float
 
 
 def measure_cost(
-    plain_url: str, drafted_url: str, requests: Sequence[Request], k: int, max_tokens: int = 24
+    plain_url: str, drafted_url: str, requests: Sequence[Request], k: int, max_tokens: int = 32
 ) -> list[Cost]:
-    """Cost at each concurrency, from short answers to the same requests on both servers."""
+    """Cost at each batch size, from short answers to the same requests on both servers.
+
+    Prefill does not count: vLLM reports the time from the first output token to the last.
+    Raises ValueError if no answer has a second token.
+    """
     short = [replace(r, max_tokens=min(r.max_tokens, max_tokens)) for r in requests]
     for url in (plain_url, drafted_url):
         complete(url, short[:1], 1)
     found = []
-    for concurrency in CONCURRENCY:
-        asked = short[:3] if concurrency == 1 else short[:concurrency]
-        plain, plain_seconds = _timed(plain_url, asked, concurrency)
-        drafted, drafted_seconds = _timed(drafted_url, asked, concurrency)
-        steps = sum(len(answer.output_ids) for answer in plain)
-        rounds = sum(answer.spec["num_spec_steps"] + 1 for answer in drafted if answer.spec)
-        cost = (drafted_seconds / rounds) / (plain_seconds / steps)
-        found.append(Cost(k=k, concurrency=concurrency, cost=cost))
+    for batch in BATCHES:
+        asked = short[: max(3, batch)]
+        plain, drafted = (complete(url, asked, batch) for url in (plain_url, drafted_url))
+        steps = sum(len(answer.output_ids) - 1 for answer in plain)
+        rounds = sum(answer.spec["num_spec_steps"] for answer in drafted if answer.spec)
+        if not steps or not rounds:
+            raise ValueError(
+                "the held-out answers have one token each, so there is no round to time: "
+                "set serve.k, or hold out longer conversations"
+            )
+        cost = (_decoding(drafted) / rounds) / (_decoding(plain) / steps)
+        found.append(Cost(k=k, batch=batch, cost=cost))
     return found
 
 
-def choose(taus: dict[int, float], costs: Sequence[Cost]) -> int:
-    """The K with the largest geometric mean of predicted speed-ups over the concurrencies."""
-    return max(taus, key=lambda k: math.prod(predicted(taus, costs, k).values()))
+def _decoding(answers: Sequence[Completion]) -> float:
+    return sum(answer.decode_seconds or 0.0 for answer in answers)
 
 
-def predicted(taus: dict[int, float], costs: Sequence[Cost], k: int) -> dict[int, float]:
-    """Predicted speed-up by concurrency. taus {3: 2.0}, cost 1.25 at K 3 -> 1.6."""
-    return {
-        concurrency: taus[k] / _cost_at(k, [c for c in costs if c.concurrency == concurrency])
-        for concurrency in sorted({c.concurrency for c in costs})
+def choose(taus: dict[int, float], costs: Sequence[Cost]) -> tuple[int, ...]:
+    """The K with the largest predicted speed-up at batch size 1, 2, ...; the last for all larger.
+
+    taus: replayed tau of every K. Shape of the result as in serving.server.Server.k.
+    """
+    best = []
+    for batch in range(1, max(BATCHES) + 1):
+        ratios = predicted(taus, costs, batch)
+        best.append(max(ratios, key=lambda k: ratios[k]))
+    while len(best) > 1 and best[-1] == best[-2]:
+        best.pop()
+    return tuple(best)
+
+
+def predicted(taus: dict[int, float], costs: Sequence[Cost], batch: int) -> dict[int, float]:
+    """Predicted speed-up of every K. taus {3: 2.0} with a cost of 1.25 at K 3 -> {3: 1.6}."""
+    return {k: tau / _cost(k, batch, costs) for k, tau in taus.items()}
+
+
+def _cost(k: int, batch: int, costs: Sequence[Cost]) -> float:
+    """Linear in K at each measured batch size, then linear between these."""
+    at = {
+        size: _line(k, {c.k: c.cost for c in costs if c.batch == size})
+        for size in {c.batch for c in costs}
     }
+    return max(1.0, _line(batch, at))  # a round verifies at least what a plain step computes
 
 
-def _cost_at(k: int, costs: Sequence[Cost]) -> float:
-    low, high = min(costs, key=lambda c: c.k), max(costs, key=lambda c: c.k)
-    if low.k == high.k:
-        return low.cost
-    cost = low.cost + (high.cost - low.cost) * (k - low.k) / (high.k - low.k)
-    return max(1.0, cost)  # a round verifies at least what a plain step computes
-
-
-def _timed(
-    url: str, requests: Sequence[Request], concurrency: int
-) -> tuple[list[Completion], float]:
-    started = time.perf_counter()
-    answers = complete(url, requests, concurrency)
-    return answers, time.perf_counter() - started
+def _line(x: float, points: dict[int, float]) -> float:
+    """The value at x of the line through the outer two of `points`; of a single one, itself."""
+    low, high = min(points), max(points)
+    if low == high:
+        return points[low]
+    return points[low] + (points[high] - points[low]) * (x - low) / (high - low)

@@ -171,7 +171,11 @@ class Serve:
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0: a free one", minimum=0)
     drafter: str = setting("", 'drafter folder, or "champion"; empty: no speculation')
-    k: int = setting(0, "draft tokens per round; 0: block_size - 1", minimum=0)
+    k: list[int] = setting(
+        [],
+        "draft tokens per round at batch size 1, 2, ...; the last one for all larger batches; "
+        "empty: what verify chose for this drafter, else block_size - 1",
+    )
     max_model_len: int = setting(2048, "longest prompt + answer in tokens", minimum=1)
     max_num_seqs: int = setting(16, "requests in one batch", minimum=1)
     kv_cache_gib: int = setting(2, "KV cache on a CPU, GiB", minimum=1)
@@ -203,7 +207,7 @@ class Verify:
         "", "domain whose held-out prompts the speed is measured on; empty: the largest"
     )
     requests: int = setting(8, "prompts per speed pass at concurrency 8; a third at 1", minimum=2)
-    repeats: int = setting(2, "interleaved passes per side and concurrency", minimum=1)
+    repeats: int = setting(3, "interleaved passes per side and concurrency", minimum=1)
     concurrency: int = setting(16, "requests in flight while acceptance is counted", minimum=1)
     reference_requests: int = setting(3, "prompts for the reference decoder", minimum=1)
 

@@ -58,8 +58,11 @@ def make_rules(cfg: Config) -> Rules:
     path = cfg.target_path / "config.json"
     try:
         vocab_size = json.loads(path.read_bytes())["vocab_size"]
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{path}: no model configuration with a vocab_size ({error})") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: no model configuration with a vocab_size. target.path names the folder of "
+            "the target; `flywheel target` makes the demo's"
+        ) from error
     return Rules(
         target_id=target_id(cfg.target_path),
         vocab_size=vocab_size,

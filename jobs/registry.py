@@ -10,6 +10,7 @@ import fcntl
 import getpass
 import json
 import logging
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -150,10 +151,13 @@ class Registry:
             return Path(unquote(parts.path) if parts.scheme else version.source)
         cache = self.cfg.path("downloads", version.sha256[:12])
         if not cache.is_dir():
-            cache.mkdir(parents=True)
+            partial = cache.with_name(f".{cache.name}.partial")  # a killed download leaves it
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
             mlflow.artifacts.download_artifacts(
-                version.source, dst_path=str(cache), tracking_uri=self.cfg.mlflow_uri
+                version.source, dst_path=str(partial), tracking_uri=self.cfg.mlflow_uri
             )
+            partial.rename(cache)
         inner = [p.parent for p in cache.rglob("config.json")]
         return inner[0] if inner else cache
 

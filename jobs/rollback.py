@@ -25,7 +25,10 @@ def run(cfg: Config) -> dict[str, Any]:
         registry = Registry(cfg)
         champion = registry.current(CHAMPION)
         if champion is None:
-            raise ValueError("there is no champion to roll back from")
+            raise ValueError(
+                "the registry has no champion, so there is nothing to roll back: "
+                "`flywheel promote` makes one"
+            )
         complete_history(cfg, champion)
         target, skipped = _earlier(cfg, registry, champion)
         registry.mark_bad(champion, cfg.rollback.reason)  # first: interrupted, it stays refused

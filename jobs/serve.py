@@ -4,10 +4,12 @@ flywheel serve --config my.yaml serve.drafter=champion serve.capture=runs/my/cap
 python -m jobs.serve serve.port=8001
 """
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
+from dflash.checkpoint import weights_sha256
 from dflash.target import resolve_dtype, target_id
 from jobs.cli import run_as_module
 from jobs.config import Config
@@ -19,10 +21,11 @@ def server(cfg: Config, log: str = "serve.log") -> Server:
     """The server that the configuration describes, not started; vLLM prints to <work>/logs/log."""
     serve = cfg.serve
     drafter, name = _drafter(cfg)
+    k = serve.k or (verified_k(cfg, drafter) if drafter else [])
     return Server(
         cfg.target_path,
         drafter=drafter,
-        k=serve.k,
+        k=tuple(k),
         host=serve.host,
         port=serve.port,
         dtype=str(resolve_dtype(cfg.target.dtype)).removeprefix("torch."),
@@ -42,7 +45,8 @@ def run(cfg: Config) -> dict[str, Any]:
     """Serve until Ctrl-C or the end of vLLM; returns where and for how long."""
     started = time.monotonic()
     with server(cfg) as running:
-        drafting = f"drafter {running.drafter}, k {running.k}" if running.drafter else "no drafter"
+        by_batch = ", ".join(map(str, running.k))
+        drafting = f"drafter {running.drafter}, k {by_batch}" if running.drafter else "no drafter"
         console.print(f"{running.url}/v1 serves {cfg.target_path} as {SERVED_NAME!r}, {drafting}")
         console.print(f"log: {running.log}; Ctrl-C stops")
         try:
@@ -51,6 +55,17 @@ def run(cfg: Config) -> dict[str, Any]:
             code = 0
     seconds = round(time.monotonic() - started, 1)
     return {"ok": code == 0, "url": running.url, "k": running.k, "seconds": seconds}
+
+
+def verified_k(cfg: Config, drafter: Path) -> list[int]:
+    """The K by batch size that the latest `flywheel verify` chose for this drafter; [] if none."""
+    wanted = {"weights_sha256": weights_sha256(drafter), "target_id": target_id(cfg.target_path)}
+    files = sorted(cfg.path("verified").glob("[!.]*.json"), key=lambda file: file.stat().st_mtime)
+    for file in reversed(files):
+        found = json.loads(file.read_text())
+        if wanted.items() <= found.items():
+            return found["k_by_batch_size"]
+    return []
 
 
 def _drafter(cfg: Config) -> tuple[Path | None, str | None]:

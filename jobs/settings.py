@@ -31,13 +31,24 @@ def read_yaml(file: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping."""
     try:
         values = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file} is not valid YAML: {error}") from error
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"--config {file}: no such file; `flywheel config > {file}` writes one with every "
+            "setting and its meaning"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid YAML: {_yaml_problem(error)}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ValueError(f"{file}: expected sections such as 'train:', found {_kind(values)}")
     return values
+
+
+def _yaml_problem(error: Exception) -> str:
+    """One line: where, and what the parser expected."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    return f"line {mark.line + 1}: {problem}" if mark and problem else str(error)
 
 
 def parse_overrides(cls: type, overrides: Sequence[str]) -> dict[str, Any]:

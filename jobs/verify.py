@@ -7,8 +7,10 @@ drafter; choose K from measured cost and acceptance; measure the speed-up. Resul
 """
 
 import json
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pyarrow.compute as pc
@@ -20,7 +22,7 @@ from dflash.decode import decode
 from dflash.replay import Request as Recorded
 from dflash.replay import replay
 from dflash.target import load_target, resolve_dtype, target_id
-from jobs.choose_k import Cost, choose, measure_cost, predicted
+from jobs.choose_k import BATCHES, Cost, choose, measure_cost, predicted
 from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console, print_table
@@ -32,11 +34,14 @@ from jobs.shape import target_config
 from serving.acceptance import served_row
 from serving.client import Completion, Request, compare_speed, complete
 from serving.greedy import greedy_check
+from serving.server import Server
 from store.ids import drafter_version, short_hash
 from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
 
 Row = dict[str, Any]
+UNSTEADY = 1.3
+"""Ratio of the fastest to the slowest plain pass above which the machine was not quiet."""
 TIE_BOUND = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Logit gaps below which two correct engines may choose differently, by compute dtype."""
 
@@ -56,7 +61,13 @@ def run(cfg: Config) -> dict[str, Any]:
     path = cfg.path("verified", f"{key}.json")
     if path.is_file():
         return json.loads(path.read_text()) | {"reused": True}
-    result = {"stage": "verify", "version": str(version), "drafter": folder.name}
+    result = {
+        "stage": "verify",
+        "version": str(version),
+        "drafter": folder.name,
+        "weights_sha256": weights_sha256(folder),
+        "target_id": target_id(cfg.target_path),
+    }
     result |= _verify(cfg, folder, str(version), rows)
     return save_json(path, result) | {"reused": False}
 
@@ -65,29 +76,39 @@ def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[st
     domain = speed_domain(cfg, rows)
     narrow = [as_request(row) for row in rows if row["domain"] == domain]
     sha = drafter_version(weights_sha256(folder))
-    result: dict[str, Any] = {"reference": check_reference(cfg, folder, rows)}
+    reference = check_reference(cfg, folder, rows)
     walks = stored_walks(cfg, sha, rows)
-    with server(serving(cfg), "verify-plain.log") as plain:
-        taus = {k: tau(pick(rows, walk, domain)) for k, walk in walks.items()}
-        k, costs = pick_k(cfg, folder, plain.url, narrow, taus)
-        with server(serving(cfg, folder, k), "verify-drafted.log") as drafted:
-            answers = complete(
-                drafted.url, [as_request(r) for r in rows], cfg.verify.concurrency, "served"
-            )
-            text = greedy_check(
-                plain.url, [as_recorded(r) for r in rows], answers, TIE_BOUND[dtype_name(cfg)]
-            )
-            speeds = [
-                compare_speed(plain.url, drafted.url, narrow[:count], c, cfg.verify.repeats)
-                for c, count in ((1, (cfg.verify.requests + 1) // 3), (8, cfg.verify.requests))
-            ]
+    taus = {n: tau(pick(rows, walk, domain)) for n, walk in walks.items()}
+    with ExitStack() as running:
+        plain, *probes = start_servers(cfg, folder, [[], *probe_ks(cfg, taus)], running)
+        costs = probe(cfg, plain, probes, narrow)
+        chosen = cfg.serve.k or list(choose(taus, costs))
+        *others, proof = probes
+        for server in others:
+            server.stop()
+        drafted = proof
+        if chosen != list(proof.k):
+            [drafted] = start_servers(cfg, folder, [chosen], running)
+        answers = complete(
+            proof.url, [as_request(r) for r in rows], cfg.verify.concurrency, "served"
+        )
+        text = greedy_check(
+            plain.url, [as_recorded(r) for r in rows], answers, TIE_BOUND[dtype_name(cfg)]
+        )
+        speeds = [
+            compare_speed(plain.url, drafted.url, narrow[:count], c, cfg.verify.repeats)
+            for c, count in ((1, (cfg.verify.requests + 1) // 3), (8, cfg.verify.requests))
+        ]
+    k = proof.k[0]
     served = commit_served(cfg, rows, answers, sha, read_config(folder).block_size, version)
     differences = {d.index for d in [*text.near_ties, *text.different]}
-    result |= {
+    result = {
         "k": k,
+        "k_by_batch_size": chosen,
         "speed_domain": domain,
-        "predicted": {str(n): predicted(taus, costs, n) for n in taus} if costs else {},
+        "predicted": {str(b): predicted(taus, costs, b) for b in BATCHES} if costs else {},
         "costs": [asdict(cost) for cost in costs],
+        "reference": reference,
         "tau_replay": table(rows, walks[k], k),
         "tau_served": table(rows, served, k),
         "vllm_mean_acceptance_length": pooled_by_vllm(answers),
@@ -121,7 +142,7 @@ def speed_domain(cfg: Config, rows: list[Row]) -> str:
     return cfg.verify.domain
 
 
-def serving(cfg: Config, drafter: Path | str = "", k: int = 0) -> Config:
+def serving(cfg: Config, drafter: Path | str, k: list[int]) -> Config:
     """The same server settings for both sides; only the drafter differs.
 
     No prefix cache: the passes repeat the same prompts, and with a drafter vLLM drops the last
@@ -161,6 +182,7 @@ def as_recorded(row: Row) -> Completion:
         top_logprobs=[],
         started=0.0,
         seconds=0.0,
+        decode_seconds=None,
     )
 
 
@@ -179,23 +201,42 @@ def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> dict[int, list[list[
     return {k: [by_key[k, row["sample_id"]] for row in rows] for k in ks}
 
 
-def pick_k(
-    cfg: Config,
-    folder: Path,
-    plain_url: str,
-    narrow: list[Request],
-    taus: dict[int, float],
-) -> tuple[int, list[Cost]]:
-    """serve.k if set, else the K with the best predicted speed-up, and the measured costs."""
+def probe_ks(cfg: Config, taus: dict[int, float]) -> list[list[int]]:
+    """The K to start servers for: the largest of serve.k, else a middle one and the largest.
+
+    Acceptance is counted at the last, at one K, so that served rounds can be replayed rounds.
+    """
     if cfg.serve.k:
-        return cfg.serve.k, []
-    largest = max(taus)
-    probes = sorted({max(1, largest // 2), largest})
-    costs = []
-    for k in probes:
-        with server(serving(cfg, folder, k), f"verify-k{k}.log") as drafted:
-            costs += measure_cost(plain_url, drafted.url, narrow[: cfg.verify.requests], k)
-    return choose(taus, costs), costs
+        return [[max(cfg.serve.k)]]
+    return [[k] for k in sorted({max(1, max(taus) // 2), max(taus)})]
+
+
+def start_servers(
+    cfg: Config, folder: Path, ks: list[list[int]], running: ExitStack
+) -> list[Server]:
+    """One server per K (none: no drafter), started at the same time, stopped with `running`.
+
+    A start is mostly imports on one core; a server that waits for requests costs nothing.
+    """
+    names = ["-".join(["verify", *(f"k{one}" for one in k)]) if k else "verify-plain" for k in ks]
+    servers = [
+        server(serving(cfg, folder if k else "", k), f"{name}.log")
+        for k, name in zip(ks, names, strict=True)
+    ]
+    for one in servers:
+        running.callback(one.stop)
+        one.start()
+    for one in servers:
+        one.wait_until_ready()
+    return servers
+
+
+def probe(cfg: Config, plain: Server, probes: list[Server], narrow: list[Request]) -> list[Cost]:
+    """Costs of a round at the K of the probes; none if serve.k leaves nothing to choose."""
+    if cfg.serve.k:
+        return []
+    asked = narrow[: max(BATCHES)]
+    return [cost for p in probes for cost in measure_cost(plain.url, p.url, asked, p.k[0])]
 
 
 def check_reference(cfg: Config, folder: Path, rows: list[Row]) -> dict[str, Any]:
@@ -297,14 +338,34 @@ def show(result: dict[str, Any]) -> None:
     pairs = zip(replayed["positions"], counted["positions"], strict=True)
     lines += [[f"draft {i} accepted", a, b] for i, (a, b) in enumerate(pairs, 1)]
     print_table(f"tau, K = {result['k']}", ["slice", "replayed", "served by vLLM"], lines)
-    for n, ratios in result["predicted"].items():
-        mark = " <- chosen" if int(n) == result["k"] else ""
-        guess = ", ".join(f"{ratio:.2f}x at concurrency {c}" for c, ratio in ratios.items())
-        console.print(f"K = {n}: predicted {guess}{mark}")
+    guesses = list(result["predicted"].values())
+    if guesses:
+        print_table(
+            "Predicted speed-up = replayed tau / measured cost of a round",
+            ["K", *(f"batch size {batch}" for batch in result["predicted"])],
+            [[k, *(guess[k] for guess in guesses)] for k in guesses[0]],
+        )
+    k_by_batch = ", ".join(map(str, result["k_by_batch_size"]))
+    console.print(f"K chosen for batch size 1, 2, ... (the last for all larger): {k_by_batch}")
     speeds = [
-        [s["concurrency"], max(s["plain"]), max(s["drafted"]), s["ratio"]] for s in result["speeds"]
+        [
+            s["concurrency"],
+            median(s["plain"]),
+            median(s["drafted"]),
+            s["ratio"],
+            f"{min(s['ratios']):.2f} .. {max(s['ratios']):.2f}",
+        ]
+        for s in result["speeds"]
     ]
-    print_table("Speed", ["concurrency", "plain tok/s", "with drafter", "ratio"], speeds)
+    titles = ["concurrency", "plain tokens/s", "with drafter", "ratio", "of passes"]
+    print_table("Speed, medians of interleaved passes", titles, speeds)
+    for s in result["speeds"]:
+        if max(s["plain"]) > UNSTEADY * min(s["plain"]):
+            console.print(
+                f"[yellow]at concurrency {s['concurrency']} the plain server gave "
+                f"{min(s['plain']):.0f} to {max(s['plain']):.0f} tokens/s: the machine was busy "
+                "with something else, so these ratios mean little; run `flywheel verify` again"
+            )
     greedy = result["greedy"]
     console.print(
         f"greedy text with the drafter: {greedy['identical']} of {greedy['requests']} identical, "

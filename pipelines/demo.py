@@ -78,6 +78,7 @@ def _summary(
     verified, trained = done["verify"], done["train"]
     keys = ("tau_replay", "tau_served", "greedy", "requests", "rounds", "speedup", "k")
     keys += (
+        "k_by_batch_size",
         "predicted",
         "speed_domain",
         "reference",
@@ -130,6 +131,8 @@ def _show(cfg: Config, summary: dict[str, Any]) -> None:
     print_table(title, ["", "untrained", "replayed", "served by vLLM"], lines)
     for concurrency, ratio in summary["speedup"].items():
         console.print(f"tokens per second at concurrency {concurrency}: {ratio:.2f}x")
+    by_batch = ", ".join(map(str, summary["k_by_batch_size"]))
+    console.print(f"with K by batch size {by_batch} (the last for all larger ones)")
     total = summary["seconds"]["total"]
     console.print(f"{total:.0f} s; summary: {cfg.path('summary.json')}; page: {summary['report']}")
 

@@ -4,7 +4,7 @@ import errno
 import json
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +37,32 @@ def check_target(target: Path | str) -> dict[str, Any]:
 
 
 def check_drafter(
-    drafter: Path | str | None, target: Path | str, k: int, max_model_len: int
-) -> int:
-    """K for this drafter on this target: `k`, or block_size - 1 if it is 0; 0 without a drafter.
+    drafter: Path | str | None, target: Path | str, k: Sequence[int], max_model_len: int
+) -> tuple[int, ...]:
+    """K by batch size for this drafter on this target: `k`, or block_size - 1 if that is empty.
 
-    Raises ValueError for a drafter that was made for another target's shape, a K that its block
-    does not hold, or positions that end before the longest request: vLLM would crash on the
-    first, and stop drafting for whole batches on the last.
+    Empty without a drafter. Raises ValueError for a drafter that was made for another target's
+    shape, a K that its block does not hold, or positions that end before the longest request: vLLM
+    would crash on the first, and stop drafting for whole batches on the last.
     """
     if drafter is None:
         if k:
-            raise ValueError(f"k = {k} needs a drafter: name its folder, or leave k at 0")
-        return 0
+            raise ValueError(f"k = {list(k)} needs a drafter: name its folder, or leave k empty")
+        return ()
     config = read_config(drafter)
     _check_shapes(drafter, config, check_target(target))
-    if not 0 <= k <= config.num_drafts:
+    k = tuple(k) or (config.num_drafts,)
+    if not all(1 <= one <= config.num_drafts for one in k):
         raise ValueError(
-            f"k = {k}: drafter {drafter} has blocks of {config.block_size}, "
-            f"so k lies in 1..{config.num_drafts} (0: {config.num_drafts})"
+            f"k = {list(k)}: drafter {drafter} has blocks of {config.block_size}, "
+            f"so k lies in 1..{config.num_drafts} (empty: {config.num_drafts})"
         )
-    k = k or config.num_drafts
-    if config.max_position_embeddings < max_model_len + k:
+    largest = config.max_position_embeddings - max(k)
+    if largest < max_model_len:
         raise ValueError(
             f"drafter {drafter}: max_position_embeddings {config.max_position_embeddings} < "
-            f"served length {max_model_len} + k {k}: lower max_model_len to "
-            f"{config.max_position_embeddings - k}, or train a drafter with more positions"
+            f"served length {max_model_len} + k {max(k)}: lower max_model_len to {largest}, "
+            "or train a drafter with more positions"
         )
     return k
 

@@ -46,6 +46,7 @@ class Completion:
     top_logprobs: list[dict[int, float]]  # per output token, where `extra` asked for them
     started: float  # seconds since the epoch
     seconds: float
+    decode_seconds: float | None  # from the first output token to the last, by vLLM's clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,8 @@ class Speed:
     concurrency: int
     plain: list[float]
     drafted: list[float]
-    ratio: float  # median of drafted / plain over the passes
+    ratios: list[float]  # drafted / plain, pass by pass
+    ratio: float  # their median
 
 
 def complete(
@@ -99,17 +101,19 @@ async def _all(tasks: Iterable[Coroutine[Any, Any, Completion]]) -> list[Complet
 async def _ask(client: httpx.AsyncClient, request: Request) -> Completion:
     started, clock = time.time(), time.perf_counter()
     body = await _post(client, *_as_http(request))
-    choice = body["choices"][0]
+    choice, metrics = body["choices"][0], body.get("metrics") or {}
+    decode_ms = metrics.get("generation_time_ms")
     return Completion(
         request_id=body["id"],
         prompt_ids=body.get("prompt_token_ids") or choice["prompt_token_ids"],
         output_ids=choice["token_ids"],
         text=choice["message"]["content"] if request.is_chat else choice["text"],
         finish_reason=choice["finish_reason"],
-        spec=(body.get("metrics") or {}).get("speculative_decoding"),
+        spec=metrics.get("speculative_decoding"),
         top_logprobs=_top_logprobs(choice),
         started=started,
         seconds=time.perf_counter() - clock,
+        decode_seconds=None if decode_ms is None else decode_ms / 1000,
     )
 
 
@@ -169,8 +173,14 @@ def compare_speed(
         for url in order:
             rates[url].append(_tokens_per_second(url, requests, concurrency))
     plain, drafted = rates[plain_url], rates[drafted_url]
-    ratio = statistics.median(b / a for a, b in zip(plain, drafted, strict=True))
-    return Speed(concurrency=concurrency, plain=plain, drafted=drafted, ratio=ratio)
+    ratios = [b / a for a, b in zip(plain, drafted, strict=True)]
+    return Speed(
+        concurrency=concurrency,
+        plain=plain,
+        drafted=drafted,
+        ratios=ratios,
+        ratio=statistics.median(ratios),
+    )
 
 
 def _tokens_per_second(url: str, requests: Sequence[Request], concurrency: int) -> float:

@@ -32,7 +32,7 @@ class Server:
 
     target: Path | str = field(kw_only=False)
     drafter: Path | str | None = None
-    k: int = 0  # draft tokens per round; 0: block_size - 1. The real one once started
+    k: tuple[int, ...] = ()  # drafts per round by batch size, see vllm_args; (): block_size - 1
     host: str = "127.0.0.1"
     port: int = 0  # 0: a free one. The real one once started
     dtype: str = "float32"
@@ -122,7 +122,12 @@ class Server:
             process.stdin.close()
 
     def vllm_args(self) -> list[str]:
-        """The arguments for vLLM's API server; `k` and `port` are taken as they are now."""
+        """The arguments for vLLM's API server; `k` and `port` are taken as they are now.
+
+        k[b - 1] drafts per round while b requests decode, k[-1] for every larger batch: a round
+        of K drafts costs more steps the larger the batch. vLLM gives a DFlash drafter K + 1 slots
+        in each round, so a round is what replay computes at that K.
+        """
         args = ["--model", str(self.target), "--served-model-name", SERVED_NAME]
         args += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
         args += ["--max-model-len", str(self.max_model_len)]
@@ -132,6 +137,7 @@ class Server:
         if self.drafter is not None:
             args += ["--speculative-config", self._speculative_config()]
             args += ["--per-request-spec-decode-metrics", "detailed"]  # refused without a drafter
+        args += ["--enable-per-request-metrics"]
         if self.capture is not None:
             args += ["--middleware", "serving.capture.Capture"]
         if vllm_runs_on_cpu():
@@ -164,7 +170,15 @@ class Server:
         return values
 
     def _speculative_config(self) -> str:
-        config = {"method": "dflash", "model": str(self.drafter), "num_speculative_tokens": self.k}
+        config: dict[str, object] = {
+            "method": "dflash",
+            "model": str(self.drafter),
+            "num_speculative_tokens": max(self.k),
+        }
+        if len(set(self.k)) > 1:
+            config["num_speculative_tokens_per_batch_size"] = [
+                [batch, batch, k] for batch, k in enumerate(self.k, 1)
+            ]
         return json.dumps(config)
 
     def _answers(self) -> bool:

@@ -5,20 +5,33 @@ import pytest
 from jobs.choose_k import Cost, choose, predicted
 
 COSTS = [
-    Cost(k=3, concurrency=1, cost=1.2),
-    Cost(k=7, concurrency=1, cost=1.6),
-    Cost(k=3, concurrency=8, cost=1.5),
-    Cost(k=7, concurrency=8, cost=3.1),
+    Cost(k=3, batch=1, cost=1.2),
+    Cost(k=7, batch=1, cost=1.6),
+    Cost(k=3, batch=8, cost=1.5),
+    Cost(k=7, batch=8, cost=3.1),
 ]
+TAUS = {1: 1.5, 3: 2.4, 5: 2.9, 7: 3.0}
 
 
-def test_predicted_is_tau_over_interpolated_cost():
-    found = predicted({3: 2.4, 5: 2.8}, COSTS, 5)
-    assert found == {1: pytest.approx(2.8 / 1.4), 8: pytest.approx(2.8 / 2.3)}
+def test_predicted_is_tau_over_cost_between_the_measured_corners():
+    assert predicted({5: 2.8}, COSTS, 1) == {5: pytest.approx(2.8 / 1.4)}
+    assert predicted({5: 2.8}, COSTS, 8) == {5: pytest.approx(2.8 / 2.3)}
+    middle = 1.4 + (2.3 - 1.4) * 3 / 7
+    assert predicted({5: 2.8}, COSTS, 4) == {5: pytest.approx(2.8 / middle)}
 
 
-def test_cheap_drafts_choose_a_long_block_and_dear_ones_a_short_one():
-    taus = {1: 1.7, 3: 2.4, 5: 2.8, 7: 3.0}
-    assert choose(taus, COSTS) == 3
-    free = [Cost(k=k, concurrency=c, cost=1.0) for k in (3, 7) for c in (1, 8)]
-    assert choose(taus, free) == 7
+def test_a_round_never_costs_less_than_a_step():
+    cheap = [Cost(k=k, batch=b, cost=0.5) for k in (3, 7) for b in (1, 8)]
+    assert predicted({3: 2.0}, cheap, 1) == {3: 2.0}
+
+
+def test_long_blocks_for_small_batches_and_short_ones_for_large():
+    found = choose(TAUS, COSTS)
+    assert found[0] == 5
+    assert found[-1] == 3
+    assert list(found) == sorted(found, reverse=True)
+
+
+def test_free_drafts_choose_the_whole_block_for_every_batch():
+    free = [Cost(k=k, batch=b, cost=1.0) for k in (3, 7) for b in (1, 8)]
+    assert choose(TAUS, free) == (7,)

@@ -67,7 +67,7 @@ def test_refused_override_is_named_with_what_to_write(overrides, message):
         ("train: {step: 1}", "unknown setting 'train.step': did you mean train.steps"),
         ("train: 5", "train = 5: expected a section"),
         ("- train", "expected sections such as 'train:', found a list"),
-        ("train: {steps: ", "is not valid YAML"),
+        ("train:\n  steps: [1\n  lr: x\n", "my.yaml is not valid YAML: line 3: expected"),
         ("train: {steps: '5'}", "train.steps = '5': expected integer"),
         ("mlflow: {experiment: 5}", "mlflow.experiment = 5: expected text"),
     ],
@@ -77,6 +77,11 @@ def test_refused_file_is_named_with_what_to_write(tmp_path, text, message):
     file.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
         load(file)
+
+
+def test_missing_file_is_named_with_how_to_make_one(tmp_path):
+    with pytest.raises(ValueError, match=r"none.yaml: no such file; `flywheel config"):
+        load(tmp_path / "none.yaml")
 
 
 def test_text_settings_take_the_override_as_it_is():

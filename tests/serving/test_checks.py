@@ -47,21 +47,21 @@ def target(tmp_path):
 
 def test_k_comes_from_the_block_unless_it_is_given(tmp_path, target):
     drafter = folder(tmp_path / "drafter", DRAFTER)
-    assert checks.check_drafter(drafter, target, 0, 256) == 7
-    assert checks.check_drafter(drafter, target, 4, 256) == 4
-    assert checks.check_drafter(None, target, 0, 256) == 0
+    assert checks.check_drafter(drafter, target, [], 256) == (7,)
+    assert checks.check_drafter(drafter, target, [7, 7, 4], 256) == (7, 7, 4)
+    assert checks.check_drafter(None, target, [], 256) == ()
 
 
-@pytest.mark.parametrize("k", [8, -1])
+@pytest.mark.parametrize("k", [[8], [-1], [7, 0]])
 def test_k_outside_the_block_is_refused(tmp_path, target, k):
     drafter = folder(tmp_path / "drafter", DRAFTER)
-    with pytest.raises(ValueError, match=r"k = -?\d: .* blocks of 8, so k lies in 1\.\.7"):
+    with pytest.raises(ValueError, match=r"k = \[.*\]: .* blocks of 8, so k lies in 1\.\.7"):
         checks.check_drafter(drafter, target, k, 256)
 
 
 def test_k_without_a_drafter_is_refused(target):
-    with pytest.raises(ValueError, match="k = 3 needs a drafter"):
-        checks.check_drafter(None, target, 3, 256)
+    with pytest.raises(ValueError, match=r"k = \[3\] needs a drafter"):
+        checks.check_drafter(None, target, [3], 256)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_k_without_a_drafter_is_refused(target):
 def test_a_drafter_of_another_target_is_refused(tmp_path, target, key, value):
     drafter = folder(tmp_path / "drafter", DRAFTER | {key: value})
     with pytest.raises(ValueError, match=f"made for another target.*{value} != "):
-        checks.check_drafter(drafter, target, 0, 256)
+        checks.check_drafter(drafter, target, [], 256)
 
 
 def test_positions_must_cover_the_served_length_and_the_block(tmp_path, target):
     drafter = folder(tmp_path / "drafter", DRAFTER)
-    assert checks.check_drafter(drafter, target, 0, 505) == 7
+    assert checks.check_drafter(drafter, target, [], 505) == (7,)
     with pytest.raises(ValueError, match="lower max_model_len to 505"):
-        checks.check_drafter(drafter, target, 0, 506)
+        checks.check_drafter(drafter, target, [], 506)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

@@ -81,6 +81,7 @@ def answer(output_ids, spec=None):
         top_logprobs=[],
         started=0.0,
         seconds=2.0,
+        decode_seconds=None,
     )
 
 

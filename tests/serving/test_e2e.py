@@ -44,21 +44,19 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def servers(tiny_target, learned_drafter, tmp_path_factory):
-    """A plain server, one that drafts, and the folder to which the second one captures."""
-    folder = tmp_path_factory.mktemp("servers")
-    with (
-        Server(tiny_target, log=folder / "plain.log", **SMALL) as plain,
-        Server(
-            tiny_target,
-            drafter=learned_drafter,
-            capture=folder / "capture",
-            drafter_version="v1",
-            log=folder / "drafted.log",
-            **SMALL,
-        ) as drafted,
-    ):
-        yield plain, drafted, folder / "capture"
+def plain(tiny_target, tmp_path_factory):
+    """A server without a drafter."""
+    with Server(tiny_target, log=tmp_path_factory.mktemp("plain") / "log", **SMALL) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def learned(tiny_target, learned_drafter, tmp_path_factory):
+    """A server with a drafter that knows the greedy answers."""
+    log = tmp_path_factory.mktemp("learned") / "log"
+    with Server(tiny_target, drafter=learned_drafter, log=log, **SMALL) as server:
+        assert server.k == (3,)
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -72,29 +70,33 @@ def greedy(answers):
 
 
 def captured(folder: Path) -> dict[str, dict]:
-    """The records of REQUESTS; capture writes a moment after the answer."""
-    wanted, found = {r.conversation for r in REQUESTS}, {}
-    deadline = time.monotonic() + 10
-    while wanted - found.keys() and time.monotonic() < deadline:
-        time.sleep(0.1)
-        lines = [line for path in folder.glob("*.jsonl") for line in path.open()]
-        found = {row["conversation_id"]: row for row in map(json.loads, lines)}
-    return {name: row for name, row in found.items() if name in wanted}
+    [path] = folder.glob("*.jsonl")
+    return {row["conversation_id"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
-def test_a_drafter_changes_no_greedy_text_and_every_answer_is_captured(servers):
-    plain, drafted, folder = servers
-    assert drafted.k == 3
-    expected = complete(plain.url, REQUESTS, 6)
-    answers = complete(drafted.url, REQUESTS, 6)
-    report = greedy_check(plain.url, greedy(expected), greedy(answers))
+def test_a_drafter_changes_no_greedy_text_and_every_answer_is_captured(
+    tiny_target, tiny_drafter, plain, tmp_path
+):
+    with Server(
+        tiny_target,
+        drafter=tiny_drafter,
+        k=(3, 3, 2),
+        capture=tmp_path / "capture",
+        drafter_version="v1",
+        log=tmp_path / "drafted.log",
+        **SMALL,
+    ) as drafted:
+        assert drafted.k == (3, 3, 2)
+        expected = complete(plain.url, REQUESTS, 6)
+        answers = complete(drafted.url, REQUESTS, 6)
+        report = greedy_check(plain.url, greedy(expected), greedy(answers))
     assert report.different == []
     assert report.identical + len(report.near_ties) == 3
     for answer in answers:
         accepted, drafts = rounds(answer)
         assert sum(count + 1 for count in accepted) == len(answer.output_ids) - 1 == 23
         assert max(drafts) <= 3
-    rows = captured(folder)
+    rows = captured(tmp_path / "capture")
     assert len(rows) == len(REQUESTS)
     for request, answer in zip(REQUESTS, answers, strict=True):
         row = rows[str(request.conversation)]
@@ -104,12 +106,12 @@ def test_a_drafter_changes_no_greedy_text_and_every_answer_is_captured(servers):
         assert row["spec"] == answer.spec
 
 
-def test_served_rounds_are_the_replayed_ones_greedy_and_sampled(servers, models):
+def test_served_rounds_are_the_replayed_ones_greedy_and_sampled(learned, models):
     """Round by round, at temperature 0 and above: vLLM's greedy drafts are accepted exactly where
     they equal the text.
     """
     target, drafter = models
-    answers = complete(servers[1].url, REQUESTS, 6)
+    answers = complete(learned.url, REQUESTS, 6)
     ids = [answer.prompt_ids + answer.output_ids for answer in answers]
     requests = [
         Recorded(torch.tensor(i), len(answer.prompt_ids), found.taps)
@@ -142,12 +144,12 @@ def uncut(full, num_output):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 6, 7, 8])
-def test_a_length_limit_is_counted_as_vllm_counts_it(servers, models, limit):
+def test_a_length_limit_is_counted_as_vllm_counts_it(learned, models, limit):
     """Prefill alone, answers shorter than a block, and limits inside an accepted run: vLLM counts
     whole rounds, we cut them, and the reference decoder under the same limit agrees.
     """
     target, drafter = models
-    answers = ask(servers[1].url, [lambda _: {"max_tokens": limit, "ignore_eos": True}])
+    answers = ask(learned.url, [lambda _: {"max_tokens": limit, "ignore_eos": True}])
     for prompt, answer in zip(LEARNED, answers, strict=True):
         full = decode(target, prompt, 24, (), drafter, 3)
         real = decode(target, prompt, limit, (), drafter, 3)
@@ -158,7 +160,7 @@ def test_a_length_limit_is_counted_as_vllm_counts_it(servers, models, limit):
 
 
 @pytest.mark.parametrize("place", [4, 5, 6, 7])
-def test_an_end_inside_an_accepted_run_is_counted_as_vllm_counts_it(servers, models, place):
+def test_an_end_inside_an_accepted_run_is_counted_as_vllm_counts_it(learned, models, place):
     """By token id, like the end of text: vLLM counts what matched behind it, we do not. By stop
     string: the ids end with the token that completes it, and vLLM reports no counts at all.
     """
@@ -166,7 +168,7 @@ def test_an_end_inside_an_accepted_run_is_counted_as_vllm_counts_it(servers, mod
     fulls = {tuple(p): decode(target, p, 24, (), drafter, 3) for p in LEARNED}
     end = {prompt: full.output_ids[place] for prompt, full in fulls.items()}
     answers = ask(
-        servers[1].url,
+        learned.url,
         [
             lambda prompt: {"stop_token_ids": [end[tuple(prompt)]], "ignore_eos": True},
             lambda prompt: {"stop": [f"w{end[tuple(prompt)]}"], "ignore_eos": True},
@@ -188,10 +190,10 @@ def test_an_end_inside_an_accepted_run_is_counted_as_vllm_counts_it(servers, mod
             rounds(by_text)
 
 
-def test_an_answer_that_fills_the_context_has_all_its_rounds(servers):
+def test_an_answer_that_fills_the_context_has_all_its_rounds(learned):
     prompt = [(7 * i) % VOCABULARY for i in range(SMALL["max_model_len"] - 9)]
     request = Request(prompt=prompt, max_tokens=9, extra={"ignore_eos": True})
-    [answer] = complete(servers[1].url, [request], 1)
+    [answer] = complete(learned.url, [request], 1)
     accepted, drafted = rounds(answer)
     assert sum(accepted) + len(accepted) == len(answer.output_ids) - 1 == 8
     assert answer.spec is not None
