@@ -5,7 +5,7 @@ exactly while it equals the recorded token. So one pass over the features gives 
 each round costs one drafter forward (facts/dflash.md section 3).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,10 +54,12 @@ def replay_many(
     requests: Sequence[Request],
     ks: Sequence[int],
     batch_tokens: int = 16384,
+    progress: Callable[[int], object] = lambda done: None,
 ) -> dict[int, list[list[int]]]:
     """`replay` for several K; the context of a request is projected once for all of them.
 
-    batch_tokens: positions that are walked together, padding included.
+    batch_tokens: positions that are walked together, padding included. `progress` is told how many
+    requests are done now and then.
     """
     for k in ks:
         if not 1 <= k <= drafter.cfg.num_drafts:
@@ -66,15 +68,16 @@ def replay_many(
                 f"{drafter.cfg.block_size}"
             )
     walks: dict[int, list[list[int]]] = {k: [[] for _ in requests] for k in ks}
-    for group in _groups([len(request.ids) for request in requests], batch_tokens):
+    for group in length_groups([len(request.ids) for request in requests], batch_tokens):
         batch = _Batch(drafter, embedding, head, [requests[i] for i in group])
         for k in ks:
             for i, rounds in zip(group, batch.walk(k), strict=True):
                 walks[k][i] = rounds
+        progress(len(group))
     return walks
 
 
-def _groups(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+def length_groups(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Indices in groups of similar length, each within batch_tokens or of one request."""
     group: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):

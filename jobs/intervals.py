@@ -24,7 +24,10 @@ Term = tuple[float, Floats, Floats]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A value with its standard error and 95 % interval; None with fewer than 5 conversations."""
+    """A value with its standard error and 95 % interval.
+
+    Both are None with fewer than 5 conversations, the interval also if the event is too rare.
+    """
 
     value: float
     error: float | None
@@ -85,26 +88,35 @@ class Resamples:
         drawn, errors = _statistic(self.weights[:, inside], terms)
         with np.errstate(divide="ignore", invalid="ignore"):
             z = (drawn - value) / errors
-        tail = 100 * (1 - LEVEL) / 2
-        low, high = np.nanpercentile(z, [tail, 100 - tail]) if error.item() > 0 else (0.0, 0.0)
         return Estimate(
             value=value.item(),
             error=error.item(),
-            interval=[float(value[0] - high * error[0]), float(value[0] - low * error[0])],
+            interval=_interval(z, value.item(), error.item()),
             conversations=used,
         )
 
     def _tau(self, accepted: Sequence[Sequence[int]]) -> Term:
-        tokens = self._sum([sum(rounds) + len(rounds) for rounds in accepted])
-        return 1.0, tokens, self._sum([len(rounds) for rounds in accepted])
+        tokens = self.sums([sum(rounds) + len(rounds) for rounds in accepted])
+        return 1.0, tokens, self.sums([len(rounds) for rounds in accepted])
 
     def _position(self, accepted: Sequence[Sequence[int]], k: int) -> Term:
-        hits = self._sum([sum(count >= k for count in rounds) for rounds in accepted])
-        return 1.0, hits, self._sum([len(rounds) for rounds in accepted])
+        hits = self.sums([sum(count >= k for count in rounds) for rounds in accepted])
+        return 1.0, hits, self.sums([len(rounds) for rounds in accepted])
 
-    def _sum(self, per_request: ArrayLike) -> Floats:
+    def sums(self, per_request: ArrayLike) -> Floats:
         """Values of requests, summed in their conversations [size]."""
         return np.bincount(self.group, np.asarray(per_request, np.float64), self.size)
+
+
+def _interval(z: Floats, value: float, error: float) -> list[float] | None:
+    """None if an end is out of sight: too many draws have no event, hence no error of their own."""
+    if error == 0:
+        return [value, value]
+    tail = (1 - LEVEL) / 2
+    ordered = np.sort(z[~np.isnan(z)])
+    low, high = ordered[int(tail * len(ordered))], ordered[int((1 - tail) * len(ordered))]
+    found = [float(value - high * error), float(value - low * error)]
+    return found if np.isfinite(found).all() else None
 
 
 def _statistic(weights: ArrayLike, terms: Sequence[Term]) -> tuple[Floats, Floats]:

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.acceptance import cut_at_end, num_rounds, positions, tau, tau_macro
+from dflash.acceptance import (
+    cut_at_end,
+    fit_alpha,
+    geometric_tau,
+    num_rounds,
+    positions,
+    tau,
+    tau_macro,
+)
 
 
 def test_formulas_by_hand():
@@ -51,3 +59,18 @@ def test_what_is_counted_is_what_was_emitted(counted, data):
     assert sum(cut) + len(cut) == num_output - 1
     assert cut[:-1] == counted[: len(cut) - 1]
     assert sum(positions([cut], 7)) + 1 == pytest.approx(tau([cut]))
+
+
+def test_the_alpha_model_is_recovered_and_its_misfit_shows():
+    assert geometric_tau(0.5, 2) == 1.75
+    assert (geometric_tau(0.0, 7), geometric_tau(1.0, 7)) == (1.0, 8.0)
+    made = {k: geometric_tau(0.62, k) for k in (1, 3, 7)}
+    assert fit_alpha(made) == 0.62
+    # A drafter whose later drafts fade: no alpha fits, the model is too low first, too high last.
+    fading = {1: 1.7, 3: 2.2, 7: 2.4}
+    alpha = fit_alpha(fading)
+    misfit = {k: tau - geometric_tau(alpha, k) for k, tau in fading.items()}
+    assert misfit[1] > 0.05
+    assert misfit[7] < -0.05
+    with pytest.raises(ValueError, match="no tau"):
+        fit_alpha({})

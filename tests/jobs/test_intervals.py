@@ -26,14 +26,15 @@ def simulate(rng, gain):
     ]
 
 
+def tau_of(gain):
+    """The true tau: rounds per request do not depend on ease here."""
+    chance = np.minimum(0.95, np.random.default_rng(9).beta(2, 2, 400_000) * 0.7 + gain)
+    return float(sum(np.mean(chance**k) for k in range(K + 1)))
+
+
 def truth(gain):
-    """The true difference of pooled tau: rounds per request do not depend on ease here."""
-    ease = np.random.default_rng(9).beta(2, 2, 400_000)
-
-    def tau(chance):
-        return sum(np.mean(np.minimum(0.95, chance) ** k) for k in range(K + 1))
-
-    return tau(ease * 0.7 + gain) - tau(ease * 0.7)
+    """The true difference of tau."""
+    return tau_of(gain) - tau_of(0.0)
 
 
 NAMES = [f"c{i // REQUESTS}" for i in range(CONVERSATIONS * REQUESTS)]
@@ -61,24 +62,18 @@ def test_the_interval_of_a_gain_holds_the_truth_95_times_in_100():
 
 
 def test_the_detectable_gain_is_found_four_times_out_of_five():
-    """A true gain of the detectable size; the share varies by 0.07 (3 sigma) and by skewness."""
-    _, _, detectable = shares(GAIN, NAMES)
-    low, high = 0.0, GAIN
-    for _ in range(20):  # the simulation's own knob for a gain of that size
-        middle = (low + high) / 2
-        low, high = (middle, high) if truth(middle) < detectable else (low, middle)
-    _, found, _ = shares(low, NAMES)
-    assert 0.7 <= found <= 0.9
+    """At the true gain that equals the detectable one; 300 datasets are within 0.07 of 0.8."""
+    knob, found = GAIN, 0.0
+    for _ in range(4):  # the error depends on the gain: a fixed point is wanted
+        _, found, detectable = shares(knob, NAMES)
+        knob *= detectable / truth(knob)
+    assert 0.73 <= found <= 0.87
 
 
 def test_requests_of_one_conversation_are_not_independent():
     """The tau of one drafter: drawn by request its interval is too narrow, by conversation not."""
     rng, holds = np.random.default_rng(4), {"conversation": 0.0, "request": 0.0}
-    true = truth(0) + float(
-        sum(
-            np.mean((np.random.default_rng(9).beta(2, 2, 400_000) * 0.7) ** k) for k in range(K + 1)
-        )
-    )
+    true = tau_of(0.0)
     alone = [str(i) for i in range(len(NAMES))]
     for _ in range(DATASETS):
         walks, _ = simulate(rng, 0.0)
@@ -113,3 +108,11 @@ def test_too_few_conversations_have_no_interval():
     few = Resamples(names, 200).tau(walks)
     assert (few.value, few.interval, few.detectable) == (pytest.approx(12 / 5), None, None)
     assert few.conversations == 3, "answers of one token have no round"
+
+
+def test_an_event_that_hardly_happens_has_no_interval():
+    walks = [[0, 0]] * 11 + [[3, 0]]
+    rare = Resamples([str(i) for i in range(12)], 200).position(walks, 3)
+    assert (rare.value, rare.interval) == (pytest.approx(1 / 24), None)
+    never = Resamples([str(i) for i in range(12)], 200).position(walks, 4)
+    assert (never.value, never.interval) == (0.0, [0.0, 0.0])

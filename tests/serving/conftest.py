@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 TAPS = (1, 3)
 VOCABULARY = 128
@@ -16,8 +15,9 @@ ANSWER = 24
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory) -> Path:
     """A Llama of 6 layers, hidden 64, with a word tokenizer; logits wide enough to have no ties."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.tiny import make_tokenizer
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -35,11 +35,7 @@ def tiny_target(tmp_path_factory) -> Path:
     )
     folder = tmp_path_factory.mktemp("tiny") / "target"
     LlamaForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w2"
-    ).save_pretrained(folder)
+    make_tokenizer(folder, VOCABULARY)
     return folder
 
 
@@ -58,25 +54,12 @@ def tiny_drafter(tmp_path_factory) -> Path:
 def learned_drafter(tmp_path_factory, tiny_target) -> Path:
     """The same drafter after a few seconds with the greedy answers to LEARNED: accepted often."""
     from dflash.checkpoint import save_drafter
-    from dflash.decode import decode
-    from dflash.model import block_embeds, new_drafter
+    from dflash.model import new_drafter
     from dflash.target import load_target
+    from tests.tiny import memorise
 
-    target, drafter = load_target(tiny_target, torch.float32), new_drafter(tiny_config(), seed=0)
-    answers = [decode(target, prompt, ANSWER + 4).output_ids for prompt in LEARNED]
-    rows = [prompt + answer for prompt, answer in zip(LEARNED, answers, strict=True)]
-    features = torch.stack([found.taps for found in target.features(rows, TAPS)]).clone()
-    ids = torch.tensor(rows)
-    anchors = torch.arange(len(LEARNED[0]), ids.shape[1] - 3).expand(len(rows), -1)
-    labels = torch.stack([ids.gather(1, anchors + k) for k in (1, 2, 3)], -1)
-    embeds = block_embeds(target.embedding, ids.gather(1, anchors), drafter.cfg.mask_token_id, 4)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
-    for _ in range(60):
-        hidden = drafter(drafter.context(features), embeds, anchors)[:, :, 1:]
-        loss = cross_entropy((hidden @ target.head.T).flatten(0, -2), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    drafter = new_drafter(tiny_config(), seed=0)
+    memorise(drafter, load_target(tiny_target, torch.float32), LEARNED, ANSWER)
     folder = tmp_path_factory.mktemp("tiny") / "learned"
     save_drafter(drafter, folder, torch.float32)
     return folder
