@@ -14,6 +14,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from dflash.config import DrafterConfig
 from dflash.mask import dense_mask, flex_mask
 
+FINAL_NORM = 0.3
+"""At 1 the logits of an untrained drafter are large and the first steps only shrink them (007)."""
+
 ContextKV = list[tuple[Tensor, Tensor]]
 """Per layer the context keys and values, each [B, kv_heads, T, D]."""
 
@@ -151,8 +154,9 @@ class Drafter(nn.Module):
 
 
 def new_drafter(cfg: DrafterConfig, seed: int) -> Drafter:
-    """An untrained drafter: normal(0, 0.02) matrices, unit norms."""
+    """An untrained drafter: normal(0, 0.02) matrices, unit norms, the final one at FINAL_NORM."""
     drafter = Drafter(cfg)
+    torch.nn.init.constant_(drafter.norm.weight, FINAL_NORM)
     draw = torch.Generator().manual_seed(seed)
     for param in drafter.parameters():
         if param.ndim == 2:

@@ -86,7 +86,7 @@ class Muon(Optimizer):
 def build_optimizers(
     drafter: nn.Module, kind: str, lr: float, dtype: torch.dtype
 ) -> list[Optimizer]:
-    """`muon`: matrices by Muon at lr, vectors by AdamW at lr / 10; `adamw`: all by AdamW."""
+    """`muon`: matrices by Muon at lr, vectors by AdamW at lr / 2; `adamw`: all by AdamW."""
     params = [p for p in drafter.parameters() if p.requires_grad]
     if kind == "adamw":
         return [AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
@@ -94,7 +94,7 @@ def build_optimizers(
         raise ValueError(f"train.optimizer {kind!r} is not one of muon, adamw")
     matrices = [p for p in params if p.ndim == 2]
     vectors = [p for p in params if p.ndim != 2]
-    adamw = AdamW(vectors, lr=lr / 10, betas=(0.9, 0.95), weight_decay=0.0)
+    adamw = AdamW(vectors, lr=lr / 2, betas=(0.9, 0.95), weight_decay=0.0)
     return [Muon(matrices, lr=lr, dtype=dtype), adamw]
 
 

@@ -2,7 +2,9 @@
 
 Speed-up(K, b) = tau(K) / cost(K, b), where cost is the time of one round while b requests decode,
 in units of one plain decoding step at the same b. A round of K drafts computes b * (K + 1) rows, so
-its cost is taken as linear in K and in b between the four corners that are measured.
+its cost is taken as linear in K and in b between the four corners that are measured. No K outside
+them is considered: the drafter's own pass costs the same for any K, so a line drawn on from two
+larger K promises one draft for nothing.
 """
 
 from collections.abc import Sequence
@@ -69,8 +71,12 @@ def choose(taus: dict[int, float], costs: Sequence[Cost]) -> tuple[int, ...]:
 
 
 def predicted(taus: dict[int, float], costs: Sequence[Cost], batch: int) -> dict[int, float]:
-    """Predicted speed-up of every K. taus {3: 2.0} with a cost of 1.25 at K 3 -> {3: 1.6}."""
-    return {k: tau / _cost(k, batch, costs) for k, tau in taus.items()}
+    """Predicted speed-up of every K between the measured ones.
+
+    taus {3: 2.0} with a cost of 1.25 at K 3 -> {3: 1.6}.
+    """
+    low, high = min(c.k for c in costs), max(c.k for c in costs)
+    return {k: tau / _cost(k, batch, costs) for k, tau in taus.items() if low <= k <= high}
 
 
 def _cost(k: int, batch: int, costs: Sequence[Cost]) -> float:

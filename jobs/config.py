@@ -105,7 +105,7 @@ class Train:
     """Features to a drafter."""
 
     base: str = setting("", "drafter folder to start from; empty: a new one", path=True)
-    steps: int = setting(220, "optimizer steps; 0 exports the base as it is", minimum=0)
+    steps: int = setting(340, "optimizer steps; 0 exports the base as it is", minimum=0)
     batch_size: int = setting(4, "samples in a step, over all workers", minimum=1)
     anchors: int = setting(32, "random anchors per sample and step", minimum=1)
     optimizer: Literal["muon", "adamw"] = setting(
@@ -124,8 +124,8 @@ class Train:
     val_samples: int = setting(24, "val requests replayed to choose the best weights", minimum=1)
     workers: int = setting(1, "Ray Train workers", minimum=1)
     seed: int = setting(0, "seed of anchors, order and new weights", minimum=0)
-    val_every: int = setting(55, "steps between replay evaluations on the val split", minimum=1)
-    checkpoint_every: int = setting(55, "steps between resumable checkpoints", minimum=1)
+    val_every: int = setting(85, "steps between replay evaluations on the val split", minimum=1)
+    checkpoint_every: int = setting(85, "steps between resumable checkpoints", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

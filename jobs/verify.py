@@ -145,8 +145,8 @@ def speed_domain(cfg: Config, rows: list[Row]) -> str:
 def serving(cfg: Config, drafter: Path | str, k: list[int]) -> Config:
     """The same server settings for both sides; only the drafter differs.
 
-    No prefix cache: the passes repeat the same prompts, and with a drafter vLLM drops the last
-    block that hits (128 tokens on a CPU), so a cache would compare prefill instead of decoding.
+    No prefix cache: the passes repeat the same prompts, which a cache would answer without prefill,
+    for a plain server more of it than for a drafting one. New prompts are what traffic brings.
     """
     args = [*cfg.serve.args, "--no-enable-prefix-caching"]
     return cfg.override("serve", port=0, drafter=str(drafter), k=k, capture="", args=args)

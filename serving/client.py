@@ -162,8 +162,7 @@ def compare_speed(
 
     Each pass sends all requests to one server and waits; the order within a pair alternates, so
     drift of the machine hits both. One unmeasured request per server comes first. Both servers
-    may run: an idle one costs nothing measurable. Start both without a prefix cache: the passes
-    repeat the prompts, and a drafting server reuses less of them.
+    may run: an idle one costs nothing measurable.
     """
     for url in (plain_url, drafted_url):
         complete(url, requests[:1], 1)

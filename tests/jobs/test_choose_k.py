@@ -20,6 +20,10 @@ def test_predicted_is_tau_over_cost_between_the_measured_corners():
     assert predicted({5: 2.8}, COSTS, 4) == {5: pytest.approx(2.8 / middle)}
 
 
+def test_no_k_outside_the_measured_ones_is_considered():
+    assert set(predicted(TAUS, COSTS, 8)) == {3, 5, 7}
+
+
 def test_a_round_never_costs_less_than_a_step():
     cheap = [Cost(k=k, batch=b, cost=0.5) for k in (3, 7) for b in (1, 8)]
     assert predicted({3: 2.0}, cheap, 1) == {3: 2.0}
