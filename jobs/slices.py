@@ -1,8 +1,10 @@
 """Parts of the traffic that are looked at apart: by domain, language, length, place, settings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
+
+from dflash.acceptance import tau
 
 Row = dict[str, Any]
 Walks = list[list[int]]
@@ -30,6 +32,16 @@ def slices(rows: Sequence[Row], accepted: Walks) -> dict[str, dict[str, Walks]]:
         "temperature": _by_request([_heat(row["temperature"]) for row in rows], accepted),
     }
     return {name: parts for name, parts in found.items() if len(parts) > 1 or name == "domain"}
+
+
+def taus_by_slice(rows: Sequence[Row], walks: Mapping[int, Walks]) -> dict[str, dict[int, float]]:
+    """{"domain tickets": {K: tau}, ...}: the slices that have rounds at every K."""
+    found: dict[str, dict[int, float]] = {}
+    for k, accepted in walks.items():
+        for dimension, parts in slices(rows, accepted).items():
+            for name, part in parts.items():
+                found.setdefault(f"{dimension} {name}", {})[k] = tau(part)
+    return {name: taus for name, taus in found.items() if len(taus) == len(walks)}
 
 
 def _by_request(labels: Sequence[str], accepted: Walks) -> dict[str, Walks]:

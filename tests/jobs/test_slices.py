@@ -3,7 +3,7 @@
 import pytest
 
 from dflash.acceptance import num_rounds
-from jobs.slices import slices
+from jobs.slices import slices, taus_by_slice
 
 
 def row(domain="a", prompt=10, temperature=0.0, thinking=None, language=None):
@@ -43,3 +43,9 @@ def test_rounds_fall_into_slices_by_where_their_anchor_stands():
 @pytest.mark.parametrize("walks", [[[1], [2]], [[1], []]])
 def test_a_dimension_that_separates_nothing_is_left_out(walks):
     assert list(slices([row(), row()], walks)) == ["domain"]
+
+
+def test_tau_of_every_slice_at_every_k():
+    rows = [row("a"), row("b")]
+    found = taus_by_slice(rows, {1: [[1, 1], [0]], 3: [[3], [1, 0]]})
+    assert found == {"domain a": {1: 2.0, 3: 4.0}, "domain b": {1: 1.0, 3: 1.5}}
