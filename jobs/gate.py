@@ -49,8 +49,8 @@ def refusals(limits: Promote, evaluation: Fields, champion: Version | None) -> l
         gain = interval and interval[0]
     if gain is None:
         reasons.append(
-            "there are too few held-out conversations for an interval: raise ingest.test_percent, "
-            "or ingest more traffic"
+            "too few held-out conversations, or accepted drafts in them, for an interval: ingest "
+            "more traffic, or raise ingest.test_percent"
         )
     elif not gain > limits.min_gain:
         reasons.append(

@@ -216,7 +216,7 @@ def read_dataset(
     for path in shard_paths(folder):
         try:
             found = pq.read_schema(path)
-            absent = [name for name in LATER if name not in found.names]
+            absent = [name for name in LATER if name in schema.names and name not in found.names]
             present = pa.schema([field for field in schema if field.name not in absent])
             if not found.equals(present, check_metadata=False):
                 raise ValueError(f"{path}: columns {found.names} do not fit {schema.names}")
