@@ -53,9 +53,21 @@ lint: $(INSTALLED)  ## ruff and pyright
 bench-%: $(INSTALLED)  ## run bench/NAME.py (dashes become underscores); its last line is JSON
 	@$(BIN)/python -m bench.$(subst -,_,$*) $(ARGS)
 
+PEER := .venv-speculators
+PEER_PIP := $(subst $(BIN),$(PEER)/bin,$(PIP))
+
+$(PEER)/.installed: bench/trainers/requirements.txt
+	@test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	@echo "installing $(TORCH) and speculators in $(PEER)"
+	@$(PEER_PIP) $(TORCH) 2>/dev/null || $(PEER_PIP) $(TORCH) --extra-index-url $(TORCH_INDEX)
+	@$(PEER_PIP) -r bench/trainers/requirements.txt
+	@touch $@
+
+bench-train bench-train-race: $(PEER)/.installed
+
 .PHONY: clean
 clean:  ## remove .venv and caches; runs/ stays
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv $(PEER) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help

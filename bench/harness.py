@@ -1,9 +1,11 @@
 """What every benchmark shares: interleaved timing and the one JSON line."""
 
 import json
+import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -24,6 +26,14 @@ def paired(ours: Callable[[], object], theirs: Callable[[], object], repeats: in
         a, b = seconds(first), seconds(second)
         ratios.append(b / a if i % 2 == 0 else a / b)
     return ratios
+
+
+def cpu_name() -> str:
+    """What the operating system calls this CPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def report(name: str, ratios: list[float], unit: str, detail: dict[str, Any]) -> None:

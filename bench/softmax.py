@@ -7,7 +7,7 @@ number of random ones; its loss estimates the same quantity, so both losses are 
 import torch
 
 from bench.harness import paired, report
-from dflash.loss import Candidates, FrozenHeadCrossEntropy
+from dflash.loss import Candidates, FrozenHeadLoss
 from dflash.train import generator
 from jobs.config import Config
 
@@ -20,7 +20,7 @@ def main() -> None:
     head = torch.randn(VOCAB, HIDDEN) * 0.05
     hidden = torch.randn(ROWS, HIDDEN, requires_grad=True)
     seen = torch.randperm(VOCAB)[:SEEN].sort().values
-    labels, weights = seen[torch.randint(0, SEEN, (ROWS,))], torch.ones(ROWS)
+    labels, probs = seen[torch.randint(0, SEEN, (ROWS, 1))], torch.ones(ROWS, 1)
     losses = {}
 
     def step(name: str, num_random: int):
@@ -28,11 +28,11 @@ def main() -> None:
 
         def run() -> None:
             rows, correction = candidates.draw(head, generator(0))
-            loss, _ = FrozenHeadCrossEntropy.apply(
-                hidden, rows, correction, candidates.position[labels], weights
+            loss, _, _ = FrozenHeadLoss.apply(
+                hidden, rows, correction, candidates.position[labels], probs, 0.0
             )
-            loss.backward()
-            losses[name] = float(loss.detach()) / ROWS
+            loss.mean().backward()
+            losses[name] = float(loss.detach().mean())
 
         return run
 

@@ -1,23 +1,33 @@
 """Drafter folders: config.json + model.safetensors in z-lab's layout, checked on every read.
 
 vLLM does not notice a missing tensor (it serves uninitialised memory), so the exact set of names
-and shapes is checked here, when writing and when reading.
+and shapes is checked here, when writing and when reading. Folders in speculators' format are read
+and written too, where asked for (dflash/convert.py).
 """
 
 import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dflash.config import DrafterConfig
-from dflash.model import Drafter
+from dflash.convert import is_speculators, to_speculators, to_zlab
+from dflash.model import Drafter, drafter_of
 
 WEIGHTS = "model.safetensors"
-BORROWED = ("embed_tokens.weight", "lm_head.weight", "t2d")
+MASK_EMBEDDING = "mask_embedding.pt"
+BORROWED = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "verifier_lm_head.weight",
+    "verifier_norm.weight",
+    "t2d",
+)
 """Tensors some folders carry that the target owns (or that vLLM ignores); skipped on reading."""
 
 
@@ -27,10 +37,16 @@ def save_drafter(drafter: Drafter, folder: str | os.PathLike, dtype: torch.dtype
     The weights are renamed into place before config.json, so a folder with a config is complete.
     A zero-step training of a loaded drafter in the same dtype is bit-identical to its base.
     """
+    state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in drafter.state_dict().items()}
+    return write_folder(folder, state, drafter.cfg.to_json(str(dtype).removeprefix("torch.")))
+
+
+def write_folder(
+    folder: str | os.PathLike, state: dict[str, torch.Tensor], config: dict[str, Any]
+) -> Path:
+    """Write tensors, then config.json, each under a hidden name until complete."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in drafter.state_dict().items()}
-    config = drafter.cfg.to_json(str(dtype).removeprefix("torch."))
     partial = folder / f".{WEIGHTS}.partial"
     save_file(state, partial, metadata={"format": "pt"})
     _publish(partial, folder / WEIGHTS)
@@ -40,41 +56,91 @@ def save_drafter(drafter: Drafter, folder: str | os.PathLike, dtype: torch.dtype
     return folder
 
 
-def read_config(folder: str | os.PathLike) -> DrafterConfig:
-    """The config of a drafter folder. Raises ValueError naming the folder and the fault."""
+def convert_folder(
+    source: str | os.PathLike,
+    dest: str | os.PathLike,
+    form: str,
+    target: str | os.PathLike,
+    verifier: str,
+) -> DrafterConfig:
+    """Rewrite a drafter folder of either format as `form`: zlab or speculators; tensors unchanged.
+
+    target: folder of the target; verifier: its name in a speculators config. Returns the config.
+    Raises ValueError if `dest` holds a drafter, or if `form` cannot say what the drafter does.
+    """
+    if (Path(dest) / "config.json").exists():
+        raise ValueError(f"{dest} holds a drafter already: choose another convert.dest")
+    described = json.loads((Path(target) / "config.json").read_text())
+    cfg = read_config(source, described["num_hidden_layers"])
+    state = read_tensors(source, cfg)
+    config = cfg.to_json(str(state["fc.weight"].dtype).removeprefix("torch."))
+    if form == "speculators":
+        config = to_speculators(config, verifier, described.get("architectures", []))
+    write_folder(dest, state, config)
+    return cfg
+
+
+def read_config(folder: str | os.PathLike, target_layers: int | None = None) -> DrafterConfig:
+    """The config of a drafter folder. Raises ValueError naming the folder and the fault.
+
+    target_layers: the target's number of layers; given, speculators' format, which does not tell
+    it, is read too.
+    """
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a drafter folder: it has no config.json")
     try:
-        return DrafterConfig.from_json(json.loads(path.read_text()))
+        raw = json.loads(path.read_text())
+        if is_speculators(raw) and target_layers is not None:
+            raw = to_zlab(raw, target_layers)
+        return DrafterConfig.from_json(raw)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def load_drafter(folder: str | os.PathLike, dtype: torch.dtype = torch.float32) -> Drafter:
-    """Read a z-lab style folder made here or elsewhere; parameters in `dtype`, on the CPU.
+def load_drafter(
+    folder: str | os.PathLike,
+    dtype: torch.dtype = torch.float32,
+    target_layers: int | None = None,
+) -> Drafter:
+    """Read a drafter folder made here or elsewhere; parameters in `dtype`, on the CPU.
 
-    Raises ValueError if a tensor is missing, unknown or of the wrong shape.
+    target_layers: as for `read_config`. Raises ValueError if a tensor is missing, unknown or of the
+    wrong shape.
     """
-    cfg = read_config(folder)
+    cfg = read_config(folder, target_layers)
+    tensors = read_tensors(folder, cfg)
+    return drafter_of(cfg, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
+def read_tensors(folder: str | os.PathLike, cfg: DrafterConfig) -> dict[str, torch.Tensor]:
+    """The tensors of a drafter folder, as they are stored. ValueError as `load_drafter`."""
     path = Path(folder) / WEIGHTS
     if not path.is_file():
         raise ValueError(f"{folder} has no {WEIGHTS}: save the drafter as safetensors")
-    with torch.device("meta"):
-        drafter = Drafter(cfg)
+    if (Path(folder) / MASK_EMBEDDING).exists():
+        raise ValueError(
+            f"{folder} has a {MASK_EMBEDDING}, a mask embedding of its own, which vLLM would use "
+            "and this code does not read: not supported"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys() if name not in BORROWED}  # noqa: SIM118
     except Exception as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    check_tensors(found, drafter, path)
-    drafter.load_state_dict({k: v.to(dtype) for k, v in found.items()}, assign=True)
-    return drafter.requires_grad_(True)
+    check_tensors(found, cfg, path)
+    return found
 
 
-def check_tensors(found: dict[str, torch.Tensor], drafter: Drafter, path: Path) -> None:
-    """Raise ValueError unless names and shapes are exactly those of the drafter."""
-    wanted = {name: tuple(t.shape) for name, t in drafter.state_dict().items()}
+def check_tensors(found: dict[str, torch.Tensor], cfg: DrafterConfig, path: Path) -> None:
+    """Raise ValueError unless names and shapes are exactly those of a drafter of this config."""
+    with torch.device("meta"):
+        wanted = {name: tuple(t.shape) for name, t in Drafter(cfg).state_dict().items()}
+    if "d2t" in found:
+        raise ValueError(
+            f"{path} has d2t: a drafter of a reduced vocabulary is not supported; its lm_head is "
+            "its own, and scoring it inside that vocabulary would flatter it"
+        )
     faults = [f"missing {name}" for name in wanted if name not in found]
     faults += [f"unknown {name}" for name in found if name not in wanted]
     faults += [

@@ -4,13 +4,16 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+from dflash.convert import SLIDING, is_speculators
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterConfig:
     """Everything that fixes a drafter's tensors and its arithmetic.
 
     Field names are the keys of config.json (Hugging Face Qwen3 names); `target_layer_ids`
-    and `mask_token_id` live under its `dflash_config`.
+    and `mask_token_id` live under its `dflash_config`. All layers attend alike: `sliding_window`
+    positions back (0: all), to later slots of the block unless `is_causal`.
     """
 
     hidden_size: int
@@ -27,6 +30,8 @@ class DrafterConfig:
     num_target_layers: int
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
+    sliding_window: int = 0
+    is_causal: bool = False
 
     def __post_init__(self) -> None:
         check_taps(self.target_layer_ids, self.num_target_layers)
@@ -36,6 +41,12 @@ class DrafterConfig:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} has no embedding row: choose an unused id "
                 f"below the vocabulary size {self.vocab_size}"
+            )
+        if 0 < self.sliding_window < self.block_size:
+            raise ValueError(
+                f"sliding_window {self.sliding_window} is smaller than block_size "
+                f"{self.block_size}: vLLM's attention backends disagree there on what a slot sees "
+                "of its own block; give it at least block_size, or 0 for no window"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -58,10 +69,10 @@ class DrafterConfig:
             "attention_bias": False,
             "attention_dropout": 0.0,
             "tie_word_embeddings": False,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "is_causal": False,
+            "layer_types": [SLIDING if self.sliding_window else FULL] * self.num_hidden_layers,
+            "sliding_window": self.sliding_window or None,
+            "use_sliding_window": self.sliding_window > 0,
+            "is_causal": self.is_causal,
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
@@ -74,7 +85,7 @@ class DrafterConfig:
         """Read a z-lab style config.json (ours or made elsewhere).
 
         Raises ValueError for a missing key and for every option that changes the arithmetic
-        and that this code does not have (causal blocks, sliding layers, biases, scaled RoPE).
+        and that this code does not have (layers that differ, biases, scaled RoPE, ...).
         """
         _refuse_unsupported(raw)
         dflash = raw.get("dflash_config") or {}
@@ -85,11 +96,22 @@ class DrafterConfig:
             raise ValueError(f"not a DFlash drafter: its config.json lacks {', '.join(missing)}")
         taps = tuple(int(i) for i in values["target_layer_ids"])
         plain = {name: values[name] for name in PLAIN_KEYS}
-        return cls(target_layer_ids=taps, mask_token_id=int(values["mask_token_id"]), **plain)
+        window, causal = _attention(raw)
+        return cls(
+            target_layer_ids=taps,
+            mask_token_id=int(values["mask_token_id"]),
+            sliding_window=window,
+            is_causal=causal,
+            **plain,
+        )
 
 
 DFLASH_KEYS = ("target_layer_ids", "mask_token_id")
-PLAIN_KEYS = tuple(name for name in DrafterConfig.__slots__ if name not in DFLASH_KEYS)
+ATTENTION_KEYS = ("sliding_window", "is_causal")
+PLAIN_KEYS = tuple(
+    name for name in DrafterConfig.__slots__ if name not in (*DFLASH_KEYS, *ATTENTION_KEYS)
+)
+FULL = "full_attention"
 
 
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -119,23 +141,73 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
         )
 
 
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    if "speculators_model_type" in raw:
-        raise ValueError("this is a speculators-format drafter; only z-lab style folders are read")
+NEUTRAL: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "attention_value_scale": None,
+    "use_swa": False,
+    "partial_rotary_factor": 1.0,
+    "is_neox_style": True,
+    "input_embedding_scale": 1.0,
+    "logit_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "sample_from_anchor": False,
+    "use_aux_hidden_state": True,
+}
+"""Options that vLLM or z-lab's client read, each with the only value this code computes."""
+
+
+def _attention(raw: dict[str, Any]) -> tuple[int, bool]:
+    """(sliding window or 0, causal) as vLLM 0.32 and z-lab's client resolve them.
+
+    Causal: `is_causal`, else `dflash_config.causal`, else sliding layers are and full ones are not.
+    A window counts only with `use_sliding_window`, without which Qwen3's config drops it.
+    """
     dflash = raw.get("dflash_config") or {}
-    causal = raw.get("is_causal", dflash.get("causal", False))
-    kinds = set(raw.get("layer_types") or ["full_attention"])
+    kinds = set(raw.get("layer_types") or [FULL])
+    if kinds not in ({FULL}, {SLIDING}):
+        raise ValueError(
+            f"layer_types are {', '.join(sorted(kinds))}: only drafters whose layers all attend "
+            "alike are supported (vLLM's V1 runner serves no other)"
+        )
+    causal = next(
+        (c for c in (raw.get("is_causal"), dflash.get("causal")) if c is not None),
+        kinds == {SLIDING},
+    )
+    if kinds == {FULL}:
+        return 0, bool(causal)
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    window = dflash.get("swa_window_size", window)
+    if not window:
+        raise ValueError(
+            "layer_types are sliding_attention without a window: set sliding_window and "
+            "use_sliding_window: true"
+        )
+    return int(window), bool(causal)
+
+
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
+    if is_speculators(raw):
+        raise ValueError(
+            "this drafter is in speculators' format: train.base reads it, everything else needs "
+            "z-lab's; `flywheel convert convert.source=FOLDER convert.dest=NEW` writes that"
+        )
+    dflash = raw.get("dflash_config") or {}
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    refused = {
-        "is_causal": causal,
-        "layer_types other than full_attention": kinds != {"full_attention"},
-        "attention_bias": raw.get("attention_bias"),
-        "hidden_act other than silu": raw.get("hidden_act", "silu") != "silu",
-        "scaled RoPE": rope.get("rope_type", "default") != "default",
-        "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0) != 1.0
-        or rope.get("partial_rotary_factor", 1.0) != 1.0,
-        "input_embedding_scale": raw.get("input_embedding_scale", 1.0) != 1.0,
-    }
-    named = [name for name, present in refused.items() if present]
-    if named:
-        raise ValueError(f"drafter config.json asks for {', '.join(named)}: not supported")
+    asked = [
+        f"{name} = {source[name]}"
+        for name, neutral in NEUTRAL.items()
+        for source in (raw, dflash, rope)
+        if source.get(name) not in (None, neutral)
+    ]
+    if rope.get("rope_type", "default") != "default":
+        asked.append(f"scaled RoPE ({rope['rope_type']})")
+    if raw.get("draft_vocab_size") not in (None, raw.get("vocab_size")):
+        asked.append(f"a reduced vocabulary (draft_vocab_size = {raw['draft_vocab_size']})")
+    if raw.get("target_hidden_size") not in (None, raw.get("hidden_size")):
+        asked.append(f"target_hidden_size = {raw['target_hidden_size']}")
+    if asked:
+        raise ValueError(f"drafter config.json asks for {', '.join(asked)}: not supported")

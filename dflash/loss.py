@@ -1,39 +1,56 @@
-"""The DFlash loss: random anchors, decayed cross-entropy, a frozen borrowed head.
+"""The DFlash loss: random anchors, a divergence from sparse labels, a frozen borrowed head.
+
+What a slot should predict and how much it counts is chosen in dflash/objective.py.
 
 Shape suffixes: B sequences, T positions, N anchors, K = S-1 drafted slots, R supervised rows,
-H hidden, V vocabulary, C candidates.
+E entries of a label, H hidden, V vocabulary, C candidates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 ROWS_PER_CHUNK = 512
+TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One training example. ids [T] int64, loss_mask [T] bool, features [T, n_taps*H]."""
+    """One training example. ids [T] int64, loss_mask [T] bool, features [T, n_taps*H].
+
+    top_ids [n, k] int32 and top_logprobs [n, k] float16: what the target held likely at the last n
+    positions (the answer), most likely first; None where nothing was captured.
+    """
 
     sample_id: str
     domain: str
     ids: Tensor
     loss_mask: Tensor
     features: Tensor
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
+Labels = Callable[[Sample], tuple[Tensor, Tensor]]
+"""From a sample the label at every position, as entries of a distribution over tokens:
+(token ids [T, E], probabilities [T, E]). A hard label is one entry of probability 1."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded samples with their anchors. Labels are the tokens at the slots (no shift)."""
+    """Padded samples with their anchors. Labels are those at the slots' own positions (no shift).
+
+    supervised_BNK: 1 where a slot counts, else 0.
+    """
 
     features_BTF: Tensor
     anchors_BN: Tensor
     anchor_tokens_BN: Tensor
-    labels_BNK: Tensor
-    weights_BNK: Tensor
-    """Loss weight of each slot, 0 where it is not supervised."""
+    labels_BNKE: Tensor
+    probs_BNKE: Tensor
+    supervised_BNK: Tensor
 
 
 def valid_anchors(loss_mask: Tensor) -> Tensor:
@@ -51,37 +68,36 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator) ->
     return valid[chosen].sort().values
 
 
-def decay_weights(num_drafts: int, gamma: float) -> Tensor:
-    """w_k = exp(-(k-1)/gamma) for k = 1..K (paper, section 4); gamma 4, K 2: [1, 0.7788]."""
-    return torch.exp(-torch.arange(num_drafts, dtype=torch.float32) / gamma)
-
-
-def make_batch(samples: Sequence[Sample], anchors: Sequence[Tensor], weights_K: Tensor) -> Batch:
-    """Pad samples and anchors to one rectangle; padding has zero weight.
+def make_batch(
+    samples: Sequence[Sample], anchors: Sequence[Tensor], num_drafts: int, labels: Labels
+) -> Batch:
+    """Pad samples and anchors to one rectangle; padding is not supervised.
 
     A slot counts if every slot before it in its block is supervised too: a draft behind an
     unsupervised token is never scored when serving.
     """
     longest = max(len(s.ids) for s in samples)
     most = max(1, max(len(a) for a in anchors))
-    width = samples[0].features.shape[1]
-    features = samples[0].features.new_zeros(len(samples), longest, width)
-    anchors_BN = torch.zeros(len(samples), most, dtype=torch.int64)
+    features = samples[0].features.new_zeros(len(samples), longest, samples[0].features.shape[1])
+    known = [labels(sample) for sample in samples]
+    slots = (len(samples), most, num_drafts)
+    anchors_BN = torch.zeros(slots[:2], dtype=torch.int64)
     tokens_BN = torch.zeros_like(anchors_BN)
-    labels = torch.zeros(len(samples), most, len(weights_K), dtype=torch.int64)
-    weights = torch.zeros(len(samples), most, len(weights_K))
+    labels_BNKE = torch.zeros(*slots, known[0][0].shape[1], dtype=torch.int64)
+    probs_BNKE = torch.zeros(labels_BNKE.shape)
+    supervised_BNK = torch.zeros(slots)
     for i, (sample, chosen) in enumerate(zip(samples, anchors, strict=True)):
         n = len(chosen)
         features[i, : len(sample.ids)] = sample.features
         anchors_BN[i, :n] = chosen
         tokens_BN[i, :n] = sample.ids[chosen]
-        where = chosen[:, None] + 1 + torch.arange(len(weights_K))
+        where = chosen[:, None] + 1 + torch.arange(num_drafts)
         inside = where < len(sample.ids)
         where = where.clamp(max=len(sample.ids) - 1)
-        labels[i, :n] = sample.ids[where]
-        supervised = (sample.loss_mask[where] & inside).long().cumprod(-1)
-        weights[i, :n] = supervised * weights_K
-    return Batch(features, anchors_BN, tokens_BN, labels, weights)
+        ids, probs = known[i]
+        labels_BNKE[i, :n], probs_BNKE[i, :n] = ids[where].long(), probs[where]
+        supervised_BNK[i, :n] = (sample.loss_mask[where] & inside).float().cumprod(-1)
+    return Batch(features, anchors_BN, tokens_BN, labels_BNKE, probs_BNKE, supervised_BNK)
 
 
 class Candidates:
@@ -115,43 +131,67 @@ def _log(x: float) -> float:
     return float(torch.tensor(x, dtype=torch.float64).log())
 
 
-class FrozenHeadCrossEntropy(torch.autograd.Function):
-    """sum_r w_r * CE(hidden_r @ head.T + correction, label_r), gradient to `hidden` only.
+class FrozenHeadLoss(torch.autograd.Function):
+    """Per row KL(label || softmax(hidden @ head.T + correction)) + tv * total variation.
+
+    Arguments: hidden [R, H], head [C, H], correction [C], label entries as candidate rows [R, E]
+    with probabilities [R, E], tv a number. Returns loss [R], differentiable in `hidden` only, and
+    beside it accepted [R], the chance that a draft sampled from this slot is accepted, and
+    hits [R], whether the likeliest candidate is the first entry.
 
     Runs over chunks of rows and keeps one chunk of logits at a time: memory does not grow with
-    anchors x block x vocabulary. Also returns the number of rows whose argmax is the label.
+    anchors x block x vocabulary. A row's gradient is linear in its weight, so weights are applied
+    to the returned losses and may depend on `accepted`.
     """
 
     @staticmethod
-    def forward(ctx, hidden_RH, head_CH, correction_C, labels_R, weights_R):
+    def forward(ctx, hidden_RH, head_CH, correction_C, labels_RE, probs_RE, tv):
         grad = torch.empty_like(hidden_RH)
-        total = hidden_RH.new_zeros((), dtype=torch.float32)
-        hits = torch.zeros_like(labels_R, dtype=torch.bool)
+        loss, accepted = torch.empty(2, len(hidden_RH), device=hidden_RH.device)
+        hits = torch.zeros_like(labels_RE[:, 0], dtype=torch.bool)
         for start in range(0, len(hidden_RH), ROWS_PER_CHUNK):
             rows = slice(start, start + ROWS_PER_CHUNK)
+            label = labels_RE[rows]
             logits = (hidden_RH[rows] @ head_CH.T).float()
-            label = labels_R[rows, None]
             hits[rows] = logits.argmax(-1) == label[:, 0]
             logits += correction_C
-            picked = logits.gather(1, label)
             log_z = logits.logsumexp(-1, keepdim=True)
-            weight = weights_R[rows, None]
-            total += ((log_z - picked) * weight).sum()
-            probs = logits.sub_(log_z).exp_()
-            probs.scatter_add_(1, label, -torch.ones_like(picked))
-            grad[rows] = probs.mul_(weight).to(head_CH.dtype) @ head_CH
+            log_q = logits.gather(1, label) - log_z
+            q = logits.sub_(log_z).exp_().scatter_(1, label, 0.0)
+            rest = q.sum(1, keepdim=True)
+            loss[rows], accepted[rows], slope = divergence(log_q, rest, probs_RE[rows], tv)
+            q.mul_(slope[:, -1:] / rest.clamp(min=TINY)).scatter_(1, label, slope[:, :-1])
+            grad[rows] = q.to(head_CH.dtype) @ head_CH
         ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(hits)
-        return total, hits
+        ctx.mark_non_differentiable(accepted, hits)
+        return loss, accepted, hits
 
     @staticmethod
-    def backward(ctx, grad_total, grad_hits):
+    def backward(ctx, grad_loss, grad_accepted, grad_hits):
         (grad,) = ctx.saved_tensors
-        return grad * grad_total.to(grad.dtype), None, None, None, None
+        return grad * grad_loss[:, None].to(grad.dtype), None, None, None, None, None
 
 
-def supervised_rows(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """(index into the flattened [B*N*K] slots, labels [R], weights [R]) of the weighted slots."""
-    flat = batch.weights_BNK.flatten()
-    index = flat.nonzero().flatten()
-    return index, batch.labels_BNK.flatten()[index], flat[index]
+def divergence(
+    log_q_RE: Tensor, q_rest_R1: Tensor, p_RE: Tensor, tv: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(p || q) + tv * TV(p, q), all tokens without an entry taken as one bucket.
+
+    log_q [R, E]: log-probabilities of the drafter at the label's entries, q_rest [R, 1] its mass on
+    everything else; p [R, E] the label's. Returns loss [R], 1 - TV(p, q) [R], which is the
+    chance that rejection sampling accepts a draft drawn from q (Leviathan et al. 2023), and the
+    loss's derivative in the logits, summed over each bucket, [R, E + 1].
+
+    A hard label (E = 1, p = 1) gives the cross-entropy -log q and accepts with q. Buckets hide
+    differences inside the rest: KL and TV are lower bounds then.
+    Example: p = [0.5, 0.25], rest 0.25; q = [0.25, 0.25], rest 0.5:
+    KL = 0.5 log 2 + 0.25 log 0.5 = 0.1733, TV = 0.5 * (0.25 + 0 + 0.25) = 0.25.
+    """
+    p = torch.cat([p_RE, (1 - p_RE.sum(1, keepdim=True)).clamp(min=0)], 1)
+    q = torch.cat([log_q_RE.exp(), q_rest_R1], 1)
+    log_q = torch.cat([log_q_RE, q_rest_R1.clamp(min=TINY).log()], 1)
+    kl = (torch.xlogy(p, p) - p * log_q).sum(1)
+    distance = 0.5 * (p - q).abs().sum(1)
+    pull = 0.5 * (q - p).sign()
+    slope = q - p + tv * q * (pull - (pull * q).sum(1, keepdim=True))
+    return kl + tv * distance, 1 - distance, slope

@@ -3,6 +3,12 @@
 Keys of a sequence are laid out as [context ; blocks]: T feature positions, then N blocks of S
 slots. A query slot sees the features strictly before its block's anchor and its own block in
 both directions; never a feature at or after the anchor, never another block (paper, section 3).
+
+A causal drafter does not look at later slots. A sliding window of W lets a slot at position p see
+positions above p - W, itself included, as vLLM 0.32 counts it (window - 1 to the left of each
+query: v1/attention/backends/flash_attn.py, flex_attention.py, cpu_attn.py). To the right of a
+query the backends disagree: CPU does not bound it, the others do at W - 1. DrafterConfig asks for
+W >= block size, where neither cuts anything inside a block.
 """
 
 from typing import Any
@@ -11,34 +17,52 @@ from torch import Tensor, arange
 from torch.nn.attention.flex_attention import create_block_mask
 
 
-def visible(anchors: Tensor, batch: Any, query: Any, key: Any, num_context: int, slots: int) -> Any:
+def visible(
+    anchors: Tensor,
+    batch: Any,
+    query: Any,
+    key: Any,
+    num_context: int,
+    slots: int,
+    window: int = 0,
+    causal: bool = False,
+) -> Any:
     """Whether `query` attends to `key`; works on ints and on index tensors.
 
-    anchors [B, N] int64: absolute position of each block's anchor. Example: anchor 3, T=5, S=2:
-    query 0 sees keys 0, 1, 2 (features before 3) and 5, 6 (its block).
+    anchors [B, N] int64: absolute position of each block's anchor; window 0: unbounded. Example:
+    anchor 3, T=5, S=2: query 0 sees keys 0, 1, 2 (features before 3) and 5, 6 (its block); with
+    window 2 query 0 sees feature 2, query 1 (position 4) none.
     """
-    block = query // slots
+    block, slot = query // slots, query % slots
     before_anchor = (key < num_context) & (key < anchors[batch, block])
     same_block = (key >= num_context) & ((key - num_context) // slots == block)
+    if window:
+        before_anchor = before_anchor & (key > anchors[batch, block] + slot - window)
+    if causal:
+        same_block = same_block & ((key - num_context) % slots <= slot)
     return before_anchor | same_block
 
 
-def dense_mask(anchors: Tensor, num_context: int, slots: int) -> Tensor:
+def dense_mask(
+    anchors: Tensor, num_context: int, slots: int, window: int = 0, causal: bool = False
+) -> Tensor:
     """Bool [B, 1, N*S, T+N*S], True where attention is allowed (for SDPA)."""
     num_queries = anchors.shape[1] * slots
     device = anchors.device
     batch = arange(anchors.shape[0], device=device)[:, None, None]
     query = arange(num_queries, device=device)[None, :, None]
     key = arange(num_context + num_queries, device=device)[None, None, :]
-    return visible(anchors, batch, query, key, num_context, slots)[:, None]
+    return visible(anchors, batch, query, key, num_context, slots, window, causal)[:, None]
 
 
-def flex_mask(anchors: Tensor, num_context: int, slots: int) -> Any:
+def flex_mask(
+    anchors: Tensor, num_context: int, slots: int, window: int = 0, causal: bool = False
+) -> Any:
     """The same rule as a flex-attention BlockMask (CUDA; no backward on CPU)."""
     num_queries = anchors.shape[1] * slots
 
     def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return visible(anchors, batch, query, key, num_context, slots)
+        return visible(anchors, batch, query, key, num_context, slots, window, causal)
 
     return create_block_mask(
         rule, anchors.shape[0], None, num_queries, num_context + num_queries, str(anchors.device)

@@ -4,6 +4,7 @@ Shape suffixes: B sequences, T context positions, N blocks, S slots of a block, 
 D head size. One forward fills all slots of all blocks (paper, section 3).
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Attention(nn.Module):
         if isinstance(mask, Tensor):
             out = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
         else:
-            out = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
+            out = fused_flex()(query, key, value, block_mask=mask, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
@@ -94,6 +95,10 @@ class Layer(nn.Module):
         self.self_attn = Attention(cfg)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = MLP(cfg)
+
+    def context(self, shared: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the context; a method of the layer, the unit that FSDP gathers."""
+        return self.self_attn.keys_values(shared, rope)
 
     def forward(self, x: Tensor, rope: Tensor, context: tuple[Tensor, Tensor], mask) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, context, mask)
@@ -124,7 +129,7 @@ class Drafter(nn.Module):
         shared = self.hidden_norm(self.fc(features_BTF))
         positions = torch.arange(start, start + features_BTF.shape[1], device=shared.device)
         rope = self._rope(positions[None])
-        return [layer.self_attn.keys_values(shared, rope) for layer in self.layers]
+        return [layer.context(shared, rope) for layer in self.layers]
 
     def forward(self, context: ContextKV, embeds_BNSH: Tensor, anchors_BN: Tensor) -> Tensor:
         """Hidden states [B, N, S, H] of all slots, ready for the target's head.
@@ -136,7 +141,7 @@ class Drafter(nn.Module):
         B, N, S, H = embeds_BNSH.shape
         num_context = context[0][0].shape[2]
         make_mask = flex_mask if embeds_BNSH.is_cuda and torch.is_grad_enabled() else dense_mask
-        mask = make_mask(anchors_BN, num_context, S)
+        mask = make_mask(anchors_BN, num_context, S, self.cfg.sliding_window, self.cfg.is_causal)
         positions = anchors_BN[:, :, None] + torch.arange(S, device=anchors_BN.device)
         rope = self._rope(positions.flatten(1))
         x = embeds_BNSH.reshape(B, N * S, H)
@@ -162,6 +167,20 @@ def new_drafter(cfg: DrafterConfig, seed: int) -> Drafter:
         if param.ndim == 2:
             torch.nn.init.normal_(param, std=0.02, generator=draw)
     return drafter
+
+
+def drafter_of(cfg: DrafterConfig, state: dict[str, Tensor]) -> Drafter:
+    """A drafter around the tensors of `state`, which it shares. RuntimeError if they do not fit."""
+    with torch.device("meta"):
+        drafter = Drafter(cfg)
+    drafter.load_state_dict(state, assign=True)
+    return drafter
+
+
+@cache
+def fused_flex() -> Any:
+    """Flex attention as one kernel: the eager one builds the whole score matrix. For CUDA."""
+    return torch.compile(flex_attention)
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:

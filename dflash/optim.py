@@ -5,9 +5,11 @@ several times slower than float32; this one takes the dtype. Same update otherwi
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -58,6 +60,17 @@ def newton_schulz_gram(x_PRN: Tensor, steps: int) -> Tensor:
     return product @ x_PRN
 
 
+def whole(function: Callable[..., Tensor], matrix: Tensor, *args: object) -> Tensor:
+    """`function` of a matrix that may be cut over ranks (FSDP2): computed on every rank from the
+    whole, of which each keeps its own part.
+    """
+    if not isinstance(matrix, DTensor):
+        return function(matrix, *args)
+    result = function(matrix.full_tensor(), *args)
+    mesh, placements = matrix.device_mesh, matrix.placements
+    return distribute_tensor(result, mesh, placements, src_data_rank=None)
+
+
 def num_blocks(rows: int) -> int:
     """The fewest equal parts of at most BLOCK_ROWS rows: 576 -> 3, 192 -> 1, a prime -> 1."""
     return next((n for n in range(1, rows) if rows % n == 0 and rows <= n * BLOCK_ROWS), 1)
@@ -69,7 +82,8 @@ class Muon(Optimizer):
     def __init__(
         self, params, lr: float, momentum: float = 0.95, steps: int = 5, dtype=torch.float32
     ):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "steps": steps, "dtype": dtype})
+        super().__init__(params, {"lr": lr, "momentum": momentum, "steps": steps})
+        self.dtype = dtype  # no setting of a group: checkpoints hold numbers and tensors only
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -78,7 +92,7 @@ class Muon(Optimizer):
                 buffer = self.state[param].setdefault("momentum", torch.zeros_like(param))
                 buffer.lerp_(param.grad, 1 - group["momentum"])
                 look_ahead = param.grad.lerp(buffer, group["momentum"])
-                update = orthogonalise(look_ahead, group["steps"], group["dtype"])
+                update = whole(orthogonalise, look_ahead, group["steps"], self.dtype)
                 scale = math.sqrt(max(1.0, param.shape[0] / param.shape[1]))
                 param.add_(update.to(param.dtype), alpha=-group["lr"] * scale)
 
@@ -86,16 +100,38 @@ class Muon(Optimizer):
 def build_optimizers(
     drafter: nn.Module, kind: str, lr: float, dtype: torch.dtype
 ) -> list[Optimizer]:
-    """`muon`: matrices by Muon at lr, vectors by AdamW at lr / 2; `adamw`: all by AdamW."""
+    """`muon`: matrices by Muon at lr, vectors by AdamW at lr / 2; `adamw`: all by AdamW.
+
+    Each group has its `peak_lr`, which a schedule scales.
+    """
     params = [p for p in drafter.parameters() if p.requires_grad]
     if kind == "adamw":
-        return [AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+        return [_adamw(params, lr)]
     if kind != "muon":
         raise ValueError(f"train.optimizer {kind!r} is not one of muon, adamw")
     matrices = [p for p in params if p.ndim == 2]
     vectors = [p for p in params if p.ndim != 2]
-    adamw = AdamW(vectors, lr=lr / 2, betas=(0.9, 0.95), weight_decay=0.0)
-    return [Muon(matrices, lr=lr, dtype=dtype), adamw]
+    muon = Muon([{"params": matrices, "peak_lr": lr}], lr=lr, dtype=dtype)
+    return [muon, _adamw(vectors, lr / 2)]
+
+
+def _adamw(params: list[nn.Parameter], lr: float) -> Optimizer:
+    groups = [{"params": params, "peak_lr": lr}]
+    return AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+@torch.no_grad()
+def update_average(average: nn.Module, current: nn.Module, decay: float, step: int) -> None:
+    """Exponential moving average of the trained weights: a += (1 - d) * (w - a) after `step` steps.
+
+    Two modules of the same parameters, cut over ranks alike. d = min(decay, (1 + step) / (10 +
+    step)), so that the start of a run, which is far from its end, is forgotten even when the run is
+    shorter than the average is long. Example: decay 0.99, step 1: d = 2 / 11.
+    """
+    d = min(decay, (1 + step) / (10 + step))
+    for mean, value in zip(average.parameters(), current.parameters(), strict=True):
+        if value.requires_grad:
+            mean.lerp_(value, 1 - d)
 
 
 def lr_scale(step: int, steps: int, warmup: float) -> float:

@@ -21,6 +21,7 @@ IDENTITY_FILES = (
     "model.safetensors.index.json",
 )
 SAMPLE_BYTES = 1 << 20
+ROWS_PER_CHUNK = 256
 
 
 def target_id(folder: str | os.PathLike) -> str:
@@ -123,6 +124,24 @@ class Target:
     def logits(self, last: Tensor) -> Tensor:
         """Last hidden states [T, H] (after the final norm) -> logits [T, V]."""
         return last.contiguous() @ self.head.T
+
+
+@torch.inference_mode()
+def top_logprobs(last_TH: Tensor, head: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest next tokens and their log-probabilities, [T, k] each, best first, on the CPU.
+
+    last [T, H] after the final norm, head [V, H]; one chunk of logits at a time. Raises ValueError
+    if k exceeds the vocabulary.
+    """
+    if k > len(head):
+        raise ValueError(
+            f"harvest.top_k = {k}: the target's vocabulary has only {len(head)} tokens"
+        )
+    found = [
+        (rows.contiguous() @ head.T).float().log_softmax(-1).topk(k)
+        for rows in last_TH.split(ROWS_PER_CHUNK)
+    ]
+    return torch.cat([f.indices for f in found]).cpu(), torch.cat([f.values for f in found]).cpu()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The `flywheel` command: parse, load the config, run one stage.
 
-    flywheel <stage> [--config FILE] [--debug] [section.key=value ...]
+    flywheel <stage> [--config FILE] [--debug] [--plan] [section.key=value ...]
 
 A stage is a module with `run(cfg: Config) -> dict`. What it prints for people goes to stderr (see
 jobs/console.py); the summary it returns is printed as one JSON line, the last line on stdout. A
@@ -25,6 +25,7 @@ STAGES = {
     "ingest": ("jobs.ingest", "request logs -> traffic/"),
     "harvest": ("jobs.harvest", "traffic/ -> features/, one pass of the target"),
     "train": ("jobs.train", "features/ -> a drafter"),
+    "convert": ("jobs.convert", "a drafter folder between z-lab's and speculators' format"),
     "evaluate": ("jobs.evaluate", "replay a drafter on held-out conversations -> acceptance/"),
     "promote": ("jobs.promote", "make an evaluated drafter the champion, if the gate passes"),
     "rollback": ("jobs.rollback", "make the previous champion the champion again"),
@@ -38,6 +39,8 @@ STAGES = {
 }
 # The first word without "=" sets this setting: `flywheel sql tau_by_domain_and_version`.
 POSITIONAL = {"sql": "sql.question", "evaluate": "evaluate.drafter", "promote": "promote.drafter"}
+# Stages with `plan(cfg)`: what `run` would do, for --plan.
+PLANNED = ("train",)
 # Import name -> what to install, for the one message that a missing extra deserves.
 EXTRAS = {
     "ray": "ray",
@@ -53,11 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one stage and return the exit code: 0 done, 1 not ok, 2 user error, 130 interrupted."""
     args = _parser().parse_intermixed_args(argv)
     try:
+        if args.plan and args.stage not in PLANNED:
+            raise ValueError(f"{args.stage} has no --plan; only {', '.join(PLANNED)}")
         cfg = load(args.config, _settings(args.stage, args.settings))
         if args.stage == "config":
             print(to_yaml(cfg), end="")
             return 0
-        return _run(args.stage, cfg)
+        return _run(args.stage, cfg, "plan" if args.plan else "run")
     except KeyboardInterrupt:
         print("interrupted: the same command continues where this one stopped", file=sys.stderr)
         return 130
@@ -79,8 +84,8 @@ def run_as_module(stage: str) -> NoReturn:
     raise SystemExit(main([stage, *sys.argv[1:]]))
 
 
-def _run(stage: str, cfg: Config) -> int:
-    summary = importlib.import_module(STAGES[stage][0]).run(cfg)
+def _run(stage: str, cfg: Config, function: str) -> int:
+    summary = getattr(importlib.import_module(STAGES[stage][0]), function)(cfg)
     sys.stderr.flush()
     print(json.dumps(summary), flush=True)
     return 0 if summary.get("ok", True) else 1
@@ -135,5 +140,8 @@ def _parser() -> argparse.ArgumentParser:
         "settings", nargs="*", metavar="section.key=value", help="see `flywheel config`"
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    parser.add_argument(
+        "--plan", action="store_true", help="train: say what it would do, start nothing"
+    )
     parser.add_argument("--debug", action="store_true", help="show the traceback of a user error")
     return parser

@@ -79,6 +79,12 @@ class Harvest:
     workers: int = setting(1, "Ray actors, each with its own target", minimum=1)
     samples_per_shard: int = setting(64, "samples in one feature file", minimum=1)
     batch_tokens: int = setting(4096, "tokens in one forward pass, padding included", minimum=1)
+    top_k: int = setting(
+        0,
+        "tokens whose log-probability under the target is kept per answer position, for "
+        "train.loss=argmax (1 is enough) and kl; 0: none",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +100,12 @@ class Drafter:
     mask_token_id: int = setting(
         -1, "token of the masked slots; -1: an unused special token", minimum=-1
     )
+    sliding_window: int = setting(
+        0,
+        "positions that a slot sees back, itself included, in every layer; at least block_size; "
+        "0: all",
+        minimum=0,
+    )
 
     def __post_init__(self) -> None:
         if any(low >= high for low, high in pairwise(self.taps)):
@@ -104,8 +116,12 @@ class Drafter:
 class Train:
     """Features to a drafter."""
 
-    base: str = setting("", "drafter folder to start from; empty: a new one", path=True)
-    steps: int = setting(340, "optimizer steps; 0 exports the base as it is", minimum=0)
+    base: str = setting(
+        "",
+        "drafter folder to start from, z-lab's or speculators' format; empty: a new one",
+        path=True,
+    )
+    steps: int = setting(300, "optimizer steps; 0 exports the base as it is", minimum=0)
     batch_size: int = setting(4, "samples in a step, over all workers", minimum=1)
     anchors: int = setting(32, "random anchors per sample and step", minimum=1)
     optimizer: Literal["muon", "adamw"] = setting(
@@ -113,19 +129,105 @@ class Train:
     )
     lr: float = setting(2e-2, "peak learning rate", minimum=0)
     warmup: float = setting(0.05, "share of the steps with rising learning rate", minimum=0)
-    gamma: float = setting(4.0, "decay of the loss over slots: exp(-(k - 1) / gamma)", minimum=0)
+    loss: Literal["ce", "argmax", "kl"] = setting(
+        "ce",
+        "ce: cross-entropy against the recorded token; argmax: against the target's likeliest; "
+        "kl: divergence from the target's harvest.top_k likeliest and one bucket for the rest",
+    )
+    tv: float = setting(
+        0.0, "factor of a total-variation term (chance of rejection) in the loss", minimum=0
+    )
+    weights: Literal["decay", "dpace"] = setting(
+        "decay", "weight of the slots of a block: fixed decay, or D-PACE (by expected acceptance)"
+    )
+    gamma: float = setting(
+        0.0,
+        "train.weights=decay: slot k weighs exp(-(k - 1) / gamma); 0: by block size, 4 for 8",
+        minimum=0,
+    )
     clip: float = setting(1.0, "largest gradient norm", minimum=0)
+    ema: float = setting(
+        0.0,
+        "decay of a moving average of the weights, such as 0.99; it is what is validated and "
+        "exported; 0: off",
+        minimum=0,
+    )
+    lora_rank: int = setting(
+        0, "train low-rank additions of this rank to a frozen train.base; 0: all weights", minimum=0
+    )
+    lora_targets: list[str] = setting(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "matrices that get low-rank additions; fc is possible too",
+    )
+    random_block: bool = setting(
+        False, "train each step on blocks of a random size 2..B, for serving with fewer drafts"
+    )
     random_candidates: int = setting(
         4096,
         "tokens drawn per step to stand for all that the training answers never contain; "
         "the vocabulary size or more: the exact softmax",
         minimum=0,
     )
-    val_samples: int = setting(24, "val requests replayed to choose the best weights", minimum=1)
-    workers: int = setting(1, "Ray Train workers", minimum=1)
     seed: int = setting(0, "seed of anchors, order and new weights", minimum=0)
-    val_every: int = setting(85, "steps between replay evaluations on the val split", minimum=1)
-    checkpoint_every: int = setting(85, "steps between resumable checkpoints", minimum=1)
+    domain: str = setting("", "domain that is adapted to; empty: all samples as they come")
+    mix: float = setting(
+        0.0,
+        "share of the supervised block tokens that comes from other domains than train.domain",
+        minimum=0,
+    )
+    val_samples: int = setting(24, "val requests replayed, at most, of each domain", minimum=1)
+    val_every: int = setting(100, "steps between replay evaluations on the val split", minimum=1)
+    max_slice_loss: float = setting(
+        0.05,
+        "share of its tau that a domain may lose against train.base for weights to be kept; 1: all",
+        minimum=0,
+    )
+    patience: int = setting(
+        0, "stop after so many validations without better weights; 0: never", minimum=0
+    )
+    workers: int = setting(1, "Ray Train workers", minimum=1, execution=True)
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "auto: a GPU for each worker if the Ray cluster has them", execution=True
+    )
+    shard: Literal["ddp", "fsdp"] = setting(
+        "ddp", "fsdp: weights, gradients and optimizer state cut over the workers", execution=True
+    )
+    micro_batch: int = setting(
+        0, "samples in one forward of a worker; 0: its whole share", minimum=0, execution=True
+    )
+    cache_gib: float = setting(
+        4.0, "features a worker keeps in memory; more are read again", minimum=0, execution=True
+    )
+    checkpoint_every: int = setting(
+        100, "steps between resumable checkpoints", minimum=1, execution=True
+    )
+
+    def __post_init__(self) -> None:
+        if self.mix and not self.domain:
+            raise ValueError(f"train.mix = {self.mix} needs train.domain: the domain adapted to")
+        if self.mix >= 1:
+            raise ValueError(f"train.mix = {self.mix}: below 1, or nothing is left of train.domain")
+        if self.ema >= 1:
+            raise ValueError(f"train.ema = {self.ema}: a decay is below 1, such as 0.99")
+        if self.lora_rank and not self.base:
+            raise ValueError("train.lora_rank needs a drafter to adapt: set train.base")
+        if self.lora_rank and self.optimizer != "adamw":
+            raise ValueError(
+                "train.lora_rank: low-rank factors are trained by AdamW; set train.optimizer=adamw "
+                "and a train.lr such as 1e-3"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Convert:
+    """A drafter folder in another format: z-lab's, which everything here reads, or speculators'."""
+
+    source: str = setting("", "drafter folder in either format", path=True)
+    dest: str = setting("", "new folder", path=True)
+    format: Literal["zlab", "speculators"] = setting("zlab", "format that is written")
+    verifier: str = setting(
+        "", "name of the target in a speculators config; empty: the path of target.path"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,6 +340,7 @@ class Config:
     harvest: Harvest = field(default_factory=Harvest)
     drafter: Drafter = field(default_factory=Drafter)
     train: Train = field(default_factory=Train)
+    convert: Convert = field(default_factory=Convert)
     evaluate: Evaluate = field(default_factory=Evaluate)
     promote: Promote = field(default_factory=Promote)
     rollback: Rollback = field(default_factory=Rollback)

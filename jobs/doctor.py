@@ -160,7 +160,8 @@ def room(cfg: Config) -> Iterator[Check]:
     free = shutil.disk_usage(folder).free
     yield space("disk", free, 3, 10, f"free some below {folder}, or set work= to another disk")
     memory = psutil.virtual_memory().available
-    yield space("memory", memory, 4, 8, "stop other programs, or lower serve.kv_cache_gib")
+    fix = "verify runs three servers: stop other programs, lower serve.kv_cache_gib, or set serve.k"
+    yield space("memory", memory, 4, 12, fix)
     shared = Path("/dev/shm")
     if shared.exists():
         fix = "Ray falls back to slow files: start the container with a larger --shm-size"

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 import ray
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dflash.target import Features, load_target, resolve_dtype, target_id
+from dflash.target import Features, load_target, resolve_dtype, target_id, top_logprobs
 from jobs.cli import run_as_module
 from jobs.cluster import cluster
 from jobs.config import Config
@@ -23,7 +24,7 @@ from jobs.console import print_table
 from jobs.shape import target_taps
 from store.features import cache_key, encode
 from store.ids import short_hash
-from store.schemas import FEATURES, features_schema
+from store.schemas import features_columns, features_schema
 from store.shards import (
     ShardInfo,
     is_complete,
@@ -67,7 +68,8 @@ def run(cfg: Config) -> dict[str, Any]:
         raise ValueError(
             f"{cfg.path('traffic')} has no sample of target {identity}: run `flywheel ingest` first"
         )
-    done = set(read_dataset(folder, FEATURES, columns=["sample_id"])["sample_id"].to_pylist())
+    columns = features_columns(cfg.harvest.top_k)
+    done = set(read_dataset(folder, columns, columns=["sample_id"])["sample_id"].to_pylist())
     rows = traffic.select(["sample_id", "prompt_ids", "output_ids", "temperature"]).to_pylist()
     rows = [row for row in rows if row["sample_id"] not in done]
     shards = _harvest(cfg, rows, folder) if rows else []
@@ -89,8 +91,9 @@ def run(cfg: Config) -> dict[str, Any]:
 
 
 def features_folder(cfg: Config, identity: str) -> Path:
-    """The cache folder of this target, these taps, this layout."""
-    return cfg.path("features", cache_key(identity, list(target_taps(cfg)), FEATURE_DTYPE))
+    """The cache folder of this target, these taps, this layout, this harvest.top_k."""
+    key = cache_key(identity, list(target_taps(cfg)), FEATURE_DTYPE, cfg.harvest.top_k)
+    return cfg.path("features", key)
 
 
 def _harvest(cfg: Config, rows: list[Row], folder: Path) -> list[ShardInfo]:
@@ -139,9 +142,16 @@ class Harvester:
         for batch in _batches(rows, self.cfg.harvest.batch_tokens):
             ids = [[*row["prompt_ids"], *row["output_ids"]] for row in batch]
             for row, features in zip(batch, self.backend.features(ids, self.taps), strict=True):
-                found[row["sample_id"]] = feature_row(row, features, self._head())
+                found[row["sample_id"]] = feature_row(
+                    row, features, self._head(), self.cfg.harvest.top_k
+                )
         width = len(found[rows[0]["sample_id"]]["hi"]) // found[rows[0]["sample_id"]]["n_tokens"]
-        schema = features_schema(self.identity, list(self.taps), width // len(self.taps))
+        schema = features_schema(
+            self.identity,
+            list(self.taps),
+            width // len(self.taps),
+            top_k=self.cfg.harvest.top_k,
+        )
         table = pa.Table.from_pylist([found[row["sample_id"]] for row in rows], schema=schema)
         write_shard(path, table)
         return len(rows)
@@ -165,8 +175,10 @@ def make_backend(cfg: Config) -> Backend:
     return load_target(cfg.target_path, dtype)
 
 
-def feature_row(row: Row, features: Features, head: Tensor) -> Row:
-    """One FEATURES row. Raises ValueError naming the sample if a check fails."""
+def feature_row(row: Row, features: Features, head: Tensor, top_k: int = 0) -> Row:
+    """One FEATURES row, with TOP for top_k > 0. Raises ValueError naming the sample if a check
+    fails.
+    """
     num_tokens = len(row["prompt_ids"]) + len(row["output_ids"])
     name = row["sample_id"]
     if len(features.taps) != num_tokens:
@@ -186,7 +198,18 @@ def feature_row(row: Row, features: Features, head: Tensor) -> Row:
             "of the checked positions: this target did not write this answer"
         )
     hi, lo = encode(features.taps.to(torch.bfloat16))
-    return {"sample_id": name, "n_tokens": num_tokens, "hi": hi, "lo": lo, "argmax_match": match}
+    found = {"sample_id": name, "n_tokens": num_tokens, "hi": hi, "lo": lo, "argmax_match": match}
+    return found | (top_columns(row, features.last, head, top_k) if top_k else {})
+
+
+def top_columns(row: Row, last: Tensor, head: Tensor, top_k: int) -> Row:
+    """The target's top_k tokens at every output position; the one at p was known at p - 1."""
+    first = len(row["prompt_ids"])
+    ids, logprobs = top_logprobs(last[first - 1 : first + len(row["output_ids"]) - 1], head, top_k)
+    return {
+        "top_ids": ids.flatten().numpy().astype(np.int32),
+        "top_logprobs": logprobs.flatten().numpy().astype(np.float16),
+    }
 
 
 def argmax_match(row: Row, last: Tensor, head: Tensor) -> float:

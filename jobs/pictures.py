@@ -7,6 +7,7 @@ legible on a phone. Replay, served and decoded rows have the same colour and mar
 import io
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from statistics import mean
 from typing import Any
 
 import matplotlib
@@ -122,6 +123,32 @@ def champion_against(pairs: Sequence[tuple[str, float, float]]) -> str:
         axes.margins(x=0.25)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
         return _svg(figure)
+
+
+def training_curves(
+    losses: Sequence[tuple[int, float]], taus: Mapping[str, Sequence[tuple[int, float]]]
+) -> str:
+    """Loss of each step, thin, with its running mean; and replayed val tau by domain, below."""
+    with _style("training"):
+        figure = Figure(figsize=(4.5, 4.2), layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True)
+        steps, values = zip(*losses, strict=True)
+        above.plot(steps, values, color="#bbbbbb", linewidth=0.7)
+        above.plot(steps, _running_mean(values), color="#0072B2")
+        above.set_ylabel("training loss")
+        for i, (name, points) in enumerate(taus.items()):
+            at, tau = zip(*points, strict=True)
+            below.plot(at, tau, "-", marker="os^Dv"[i % 5], mfc="white", label=name)
+        below.axhline(1, color="#767676", linewidth=0.8, linestyle=":")
+        below.set(xlabel="step", ylabel="replayed tau, val")
+        if taus:
+            below.legend()
+        return _svg(figure)
+
+
+def _running_mean(values: Sequence[float]) -> list[float]:
+    """Mean of up to 20 values around each."""
+    return [mean(values[max(0, i - 10) : i + 10]) for i in range(len(values))]
 
 
 def _style(name: str) -> AbstractContextManager:

@@ -254,8 +254,10 @@ def _served(facts: Facts) -> list[tuple[str, str]]:
         (f"tokens per second, drafted / plain, {requests} at a time", f"{ratio:.2f}x")
         for requests, ratio in facts.verified["speedup"].items()
     ]
+    by_batch = ", ".join(map(str, facts.verified["k_by_batch_size"]))
     return [
-        ("draft tokens per round, K", str(facts.verified["k"])),
+        ("draft tokens per round, K, where acceptance is counted", str(facts.verified["k"])),
+        ("K at batch size 1, 2, ... (the last for larger) where speed is measured", by_batch),
         *speeds,
         ("greedy texts compared with and without the drafter", str(greedy["requests"])),
         ("identical", str(greedy["identical"])),

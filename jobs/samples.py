@@ -1,6 +1,5 @@
 """Traffic joined with its features: what training and replay read."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,30 +10,41 @@ from dflash.target import target_id
 from jobs.config import Config
 from jobs.harvest import features_folder
 from jobs.shape import target_config, target_taps
-from store.features import read_shard
-from store.schemas import FEATURES
+from store.features import check_all_harvested, read_shard, read_top
+from store.schemas import features_columns
 from store.shards import read_dataset, shard_paths
 from store.traffic import read_traffic
 
 
-def load_samples(cfg: Config, splits: Sequence[str]) -> dict[str, list[Sample]]:
-    """Samples of each split in sample_id order, features in memory as bfloat16.
+def captured_top_k(cfg: Config) -> int:
+    """How many log-probabilities a position training reads: 0 for train.loss=ce.
 
-    Raises ValueError when a sample has no features yet, or features of another shape.
+    Raises ValueError if train.loss needs them and none are harvested.
     """
-    identity = target_id(cfg.target_path)
-    traffic = {split: read_traffic(cfg.path("traffic"), identity, split) for split in splits}
-    rows = {row["sample_id"]: row for table in traffic.values() for row in table.to_pylist()}
-    features = _features(features_folder(cfg, identity), cfg, identity, set(rows))
-    missing = [name for name in rows if name not in features]
-    if missing:
+    if cfg.train.loss == "ce":
+        return 0
+    if cfg.harvest.top_k == 0:
         raise ValueError(
-            f"{len(missing)} of {len(rows)} samples have no features (for instance {missing[0]}): "
-            "run `flywheel harvest`"
+            f"train.loss={cfg.train.loss} needs the target's log-probabilities: run `flywheel "
+            f"harvest harvest.top_k={16 if cfg.train.loss == 'kl' else 1}` and train with the same "
+            "harvest.top_k"
         )
+    return cfg.harvest.top_k
+
+
+def captured(cfg: Config) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Ids and log-probabilities of the target's likeliest tokens by sample id, if train.loss needs
+    them; of the samples that are harvested.
+    """
+    top_k = captured_top_k(cfg)
+    if not top_k:
+        return {}
+    identity = target_id(cfg.target_path)
+    taps, hidden = list(target_taps(cfg)), target_config(cfg)["hidden_size"]
     return {
-        split: [make_sample(rows[name], features[name]) for name in table["sample_id"].to_pylist()]
-        for split, table in traffic.items()
+        name: (ids, logprobs)
+        for path in shard_paths(features_folder(cfg, identity))
+        for name, ids, logprobs in read_top(path, identity, taps, hidden, top_k)
     }
 
 
@@ -42,27 +52,23 @@ def check_features(cfg: Config) -> None:
     """Raise ValueError unless every train and val sample has features; reads no tensor."""
     identity = target_id(cfg.target_path)
     folder = features_folder(cfg, identity)
-    known = set(read_dataset(folder, FEATURES, columns=["sample_id"])["sample_id"].to_pylist())
+    columns = features_columns(cfg.harvest.top_k)
+    known = set(read_dataset(folder, columns, columns=["sample_id"])["sample_id"].to_pylist())
     wanted = [
         name
         for split in ("train", "val")
         for name in read_traffic(cfg.path("traffic"), identity, split)["sample_id"].to_pylist()
     ]
-    missing = [name for name in wanted if name not in known]
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of {len(wanted)} samples have no features (for instance "
-            f"{missing[0]}): run `flywheel harvest`"
-        )
+    check_all_harvested(known, wanted)
 
 
-def make_sample(row: dict, features: torch.Tensor) -> Sample:
-    """A TRAFFIC row and its features as a training sample."""
+def make_sample(row: dict, features: torch.Tensor, *top: torch.Tensor) -> Sample:
+    """A TRAFFIC row, its features and, if captured, top ids and log-probabilities as a sample."""
     ids = torch.tensor([*row["prompt_ids"], *row["output_ids"]])
     mask = torch.zeros(len(ids), dtype=torch.bool)
     for span in row["loss_mask"]:
         mask[span["start"] : span["end"]] = True
-    return Sample(row["sample_id"], row["domain"], ids, mask, features)
+    return Sample(row["sample_id"], row["domain"], ids, mask, features, *top)
 
 
 def make_request(row: dict, features: torch.Tensor) -> Request:

@@ -14,14 +14,22 @@ import yaml
 T = TypeVar("T")
 
 
-def setting(default: Any, help: str, *, minimum: float | None = None, path: bool = False) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    path: bool = False,
+    execution: bool = False,
+) -> Any:
     """A documented dataclass field.
 
     `minimum` bounds a number from below. `path` marks a path (or a list of them): `~` is expanded
     and relative paths are taken from the folder the command runs in, once, while loading, so that
-    Ray workers with another working directory see the same place.
+    Ray workers with another working directory see the same place. `execution` marks how or where
+    the work is done, not what comes out: such a setting is no part of a run's identity.
     """
-    metadata = {"help": help, "minimum": minimum, "path": path}
+    metadata = {"help": help, "minimum": minimum, "path": path, "execution": execution}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -71,6 +79,15 @@ def build(cls: type[T], values: Mapping[str, Any], overrides: Mapping[str, Any] 
     """An instance of the settings class `cls` from nested `values` and dotted `overrides`."""
     flat = dict(_flatten(cls, values)) | dict(overrides or {})
     return _build(cls, flat)
+
+
+def split_identity(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One section as (what decides the result, how it is executed), each by field name."""
+    identity, execution = {}, {}
+    for item in dataclasses.fields(settings):
+        part = execution if item.metadata["execution"] else identity
+        part[item.name] = getattr(settings, item.name)
+    return identity, execution
 
 
 def to_yaml(settings: Any) -> str:

@@ -47,6 +47,7 @@ def drafter_config(cfg: Config) -> DrafterConfig:
         num_target_layers=target["num_hidden_layers"],
         target_layer_ids=target_taps(cfg),
         mask_token_id=mask_token(cfg, target["vocab_size"]),
+        sliding_window=cfg.drafter.sliding_window,
     )
 
 

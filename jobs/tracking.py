@@ -1,11 +1,16 @@
 """Training runs in MLflow: one run per run name, resumed when the training resumes."""
 
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlflow
 from mlflow.data.code_dataset_source import CodeDatasetSource
 from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import Metric
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
 from jobs.config import Config
@@ -41,37 +46,59 @@ class Tracker:
         """The same run from a worker."""
         return cls(MlflowClient(cfg.mlflow_uri), run_id)
 
-    def params(self, values: dict[str, Any]) -> None:
-        """Log parameters once; logging the same again is accepted by MLflow."""
-        for name, value in values.items():
+    def describe(self, params: dict[str, Any], tags: dict[str, Any], config: str) -> None:
+        """Parameters (the same again is accepted), tags (how it runs now) and the configuration."""
+        for name, value in params.items():
             self.client.log_param(self.run_id, name, value)
+        for name, value in tags.items():
+            self.client.set_tag(self.run_id, f"execution.{name}", value)
+        self.client.log_text(self.run_id, config, "config.yaml")
 
-    def log(
-        self,
-        step: int,
-        history: list[dict[str, float]],
-        val_tau: float | None,
-        seconds: float,
-        slots: int,
-    ) -> None:
-        """Metrics of the steps since the last call, and of this validation."""
+    def log(self, step: int, history: list[dict[str, float]], values: dict[str, float]) -> None:
+        """Metrics of each of the last steps up to `step`, and further values of this step."""
         first = step - len(history)
         metrics = [
-            Metric(name, value, 0, first + i + 1)
-            for i, values in enumerate(history)
-            for name, value in values.items()
+            Metric(name, value, _now(), first + i + 1)
+            for i, of_step in enumerate(history)
+            for name, value in of_step.items()
         ]
-        metrics.append(Metric("train_seconds", seconds, 0, step))
-        if seconds:
-            metrics.append(Metric("slots_per_second", slots / seconds, 0, step))
-        if val_tau is not None:
-            metrics.append(Metric("val_tau", val_tau, 0, step))
+        metrics += [Metric(metric_name(name), v, _now(), step) for name, v in values.items()]
         for start in range(0, len(metrics), 1000):
             self.client.log_batch(self.run_id, metrics[start : start + 1000])
 
-    def end(self) -> None:
-        """Mark the run finished."""
-        self.client.set_terminated(self.run_id)
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric by step; what a resumed run computed twice stands once."""
+        history = self.client.get_metric_history(self.run_id, metric_name(name))
+        return sorted({metric.step: metric.value for metric in history}.items())
+
+    def picture(self, svg: str, file: str) -> None:
+        """Attach a picture to the run."""
+        self.client.log_text(self.run_id, svg, file)
+
+    @contextmanager
+    def system_metrics(self) -> Iterator[None]:
+        """MLflow's own CPU, memory, disk, network and GPU metrics of this machine, meanwhile."""
+        monitor = SystemMetricsMonitor(
+            self.run_id, resume_logging=True, tracking_uri=self.client.tracking_uri
+        )
+        monitor.start()
+        try:
+            yield
+        finally:
+            monitor.finish()
+
+    def end(self, status: str = "FINISHED") -> None:
+        """Mark the run finished, or FAILED."""
+        self.client.set_terminated(self.run_id, status)
+
+
+def metric_name(name: str) -> str:
+    """`name` with what MLflow refuses in metric names (a domain may be any text) replaced."""
+    return re.sub(r"[^\w\-./ :]", "_", name)
+
+
+def _now() -> int:
+    return round(time.time() * 1000)
 
 
 def experiment_id(client: MlflowClient, cfg: Config) -> str:

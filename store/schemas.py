@@ -50,6 +50,10 @@ FEATURES = pa.schema(
         ("argmax_match", pa.float32()),  # share of output positions whose target argmax = the token
     ]
 )
+TOP = [
+    ("top_ids", pa.list_(pa.int32())),  # [n_output, top_k], flat: likeliest tokens, best first
+    ("top_logprobs", pa.list_(pa.float16())),  # their log-probabilities at temperature 1
+]
 
 ACCEPTANCE = pa.schema(
     [
@@ -99,18 +103,28 @@ REJECTS = pa.schema(
 )
 
 
+def features_columns(top_k: int) -> pa.Schema:
+    """FEATURES, with the columns TOP where log-probabilities are captured (top_k > 0)."""
+    return pa.schema([*FEATURES, *TOP]) if top_k else FEATURES
+
+
 def features_schema(
-    target_id: str, target_layer_ids: list[int], hidden_size: int, dtype: str = "bfloat16"
+    target_id: str,
+    target_layer_ids: list[int],
+    hidden_size: int,
+    dtype: str = "bfloat16",
+    top_k: int = 0,
 ) -> pa.Schema:
-    """FEATURES with the metadata every shard must carry (compared by readers, never guessed)."""
-    return FEATURES.with_metadata(
-        {
-            "target_id": target_id,
-            "target_layer_ids": ",".join(str(i) for i in target_layer_ids),
-            "dtype": dtype,
-            "hidden_size": str(hidden_size),
-            "layout_version": LAYOUT_VERSION,
-        }
+    """The columns and the metadata every shard must carry (compared by readers, never guessed)."""
+    metadata = {
+        "target_id": target_id,
+        "target_layer_ids": ",".join(str(i) for i in target_layer_ids),
+        "dtype": dtype,
+        "hidden_size": str(hidden_size),
+        "layout_version": LAYOUT_VERSION,
+    }
+    return features_columns(top_k).with_metadata(
+        metadata | ({"top_k": str(top_k)} if top_k else {})
     )
 
 

@@ -1,4 +1,6 @@
-"""What the whole run shares: one small Ray cluster."""
+"""What the whole run shares: one small Ray cluster, one tiny harvested work folder."""
+
+import shutil
 
 import pytest
 
@@ -11,3 +13,17 @@ def ray_cluster():
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def harvested(tmp_path_factory, ray_cluster):
+    """A work folder up to its features; do not write to it, take `work`."""
+    from tests.work import make_work
+
+    return make_work(tmp_path_factory.mktemp("harvested"))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory, harvested):
+    """A copy of `harvested` for one test module."""
+    return shutil.copytree(harvested, tmp_path_factory.mktemp("work") / "work")

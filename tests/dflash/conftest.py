@@ -7,8 +7,9 @@ import torch
 
 from dflash.config import DrafterConfig
 from dflash.decode import decode
-from dflash.loss import Candidates, Sample, decay_weights
+from dflash.loss import Candidates, Sample
 from dflash.model import Drafter, new_drafter
+from dflash.objective import choose_labels, choose_weights
 from dflash.optim import build_optimizers
 from dflash.target import Target, load_target
 from dflash.train import generator, step_batch, step_indices, step_loss
@@ -72,11 +73,11 @@ def trained(samples: list[Sample], target: Target, config: DrafterConfig) -> Dra
     drafter = new_drafter(config, seed=0)
     optimizers = build_optimizers(drafter, "adamw", 5e-3, torch.float32)
     candidates = Candidates(torch.arange(97), 97, 0)
+    labels, weigh = choose_labels("ce", 97), choose_weights("decay", 4.0)
     for step in range(60):
-        batch = step_batch(samples, step_indices(step, 12, 4, 0), 12, decay_weights(5, 4.0), 0)
-        out = step_loss(
-            drafter, batch, target.embedding, target.head, candidates, generator("c", step)
-        )
+        batch = step_batch(samples, step_indices(step, 12, 4, 0), 12, 5, labels, 0)
+        draw = generator("c", step)
+        out = step_loss(drafter, batch, target.embedding, target.head, candidates, draw, weigh)
         (out.loss / out.weight).backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -1,25 +1,21 @@
 """Loss, anchors, candidates and masks against plain formulas."""
 
+import pytest
 import torch
 from torch.nn import functional as F
 
 from dflash.loss import (
     Candidates,
-    FrozenHeadCrossEntropy,
+    FrozenHeadLoss,
     Sample,
-    decay_weights,
+    divergence,
     make_batch,
     sample_anchors,
     valid_anchors,
 )
 from dflash.mask import dense_mask, visible
-from dflash.train import generator, step_indices
-
-
-def test_decay_weights_example():
-    torch.testing.assert_close(
-        decay_weights(2, 4.0), torch.tensor([1.0, 0.7788]), atol=1e-4, rtol=0
-    )
+from dflash.objective import recorded_token
+from dflash.train import generator, random_drafts, step_indices
 
 
 def test_valid_anchors_need_a_supervised_successor():
@@ -37,30 +33,80 @@ def test_anchors_are_distinct_seeded_and_all_when_few():
 
 
 def test_batch_golden():
-    """Two samples, block 4: labels are the tokens at the slots, weights end with the answer."""
+    """Two samples, block 4: labels are the tokens at the slots, up to the end of the answer."""
     one = Sample("a", "d", torch.arange(10, 18), torch.arange(8) >= 3, torch.zeros(8, 2))
     two = Sample("b", "d", torch.arange(20, 25), torch.arange(5) >= 2, torch.zeros(5, 2))
-    batch = make_batch([one, two], [torch.tensor([3, 5]), torch.tensor([2])], torch.ones(3))
+    batch = make_batch([one, two], [torch.tensor([3, 5]), torch.tensor([2])], 3, recorded_token)
     assert batch.anchor_tokens_BN.tolist() == [[13, 15], [22, 0]]
-    assert batch.labels_BNK[0].tolist() == [[14, 15, 16], [16, 17, 17]]
-    assert batch.weights_BNK[0].tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert batch.labels_BNK[1, 0].tolist() == [23, 24, 24]
-    assert batch.weights_BNK[1].tolist() == [[1, 1, 0], [0, 0, 0]]
+    assert batch.labels_BNKE[0, ..., 0].tolist() == [[14, 15, 16], [16, 17, 17]]
+    assert batch.supervised_BNK[0].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch.labels_BNKE[1, 0, :, 0].tolist() == [23, 24, 24]
+    assert batch.supervised_BNK[1].tolist() == [[1, 1, 0], [0, 0, 0]]
+    assert batch.probs_BNKE[1, 0].tolist() == [[1], [1], [1]]
 
 
-def test_frozen_head_cross_entropy_equals_autograd():
+def plain_loss(logits, ids, probs, tv):
+    """Buckets of a dense softmax, by autograd."""
+    q = logits.softmax(-1)
+    p = torch.zeros_like(q).scatter(1, ids, probs)
+    entry = torch.zeros_like(q).scatter(1, ids, 1.0).bool()
+    p_rest, q_rest = (1 - probs.sum(1)).clamp(min=0), (q * ~entry).sum(1)
+    kl = (torch.xlogy(p, p) - p * q.log()).sum(1) + torch.xlogy(p_rest, p_rest)
+    kl = kl - p_rest * q_rest.clamp(min=1e-30).log()
+    distance = 0.5 * (((p - q) * entry).abs().sum(1) + (p_rest - q_rest).abs())
+    return kl + tv * distance, 1 - distance
+
+
+@pytest.mark.parametrize("entries", [1, 4, 31])
+@pytest.mark.parametrize("tv", [0.0, 0.7])
+def test_frozen_head_loss_equals_autograd(entries, tv):
+    """Three chunks; hard labels, four entries and a rest, and entries for the whole vocabulary."""
     torch.manual_seed(0)
-    hidden = torch.randn(1200, 8, requires_grad=True)
-    head, labels, weights = torch.randn(31, 8), torch.randint(0, 31, (1200,)), torch.rand(1200)
-    loss, hits = FrozenHeadCrossEntropy.apply(hidden, head, torch.zeros(31), labels, weights)
-    loss.backward()
+    hidden, head = torch.randn(1200, 8, requires_grad=True), torch.randn(31, 8)
+    target, weights = (torch.randn(1200, 31) * 2).softmax(-1), torch.rand(1200)
+    probs, ids = target.topk(entries)
+    if entries == 1:
+        probs = torch.ones_like(probs)
+    loss, accepted, hits = FrozenHeadLoss.apply(hidden, head, torch.zeros(31), ids, probs, tv)
+    (loss * weights).sum().backward()
     ours, hidden.grad = hidden.grad, None
-    logits = hidden @ head.T
-    plain = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
-    plain.backward()
-    torch.testing.assert_close(loss, plain)
-    torch.testing.assert_close(ours, hidden.grad)
-    assert torch.equal(hits, logits.argmax(-1) == labels)
+    plain, overlap = plain_loss(hidden @ head.T, ids, probs, tv)
+    (plain * weights).sum().backward()
+    torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(accepted, overlap, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, hidden.grad, rtol=1e-4, atol=1e-5)
+    assert torch.equal(hits, (hidden @ head.T).argmax(-1) == ids[:, 0])
+
+
+def test_entries_for_the_whole_vocabulary_give_the_plain_kl():
+    torch.manual_seed(0)
+    hidden, head, target = torch.randn(5, 8), torch.randn(31, 8), torch.randn(5, 31).softmax(-1)
+    probs, ids = target.topk(31)
+    loss, accepted, _ = FrozenHeadLoss.apply(hidden, head, torch.zeros(31), ids, probs, 0.0)
+    log_q = (hidden @ head.T).log_softmax(-1)
+    plain = F.kl_div(log_q, target, reduction="none").sum(1)
+    torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(accepted, torch.minimum(log_q.exp(), target).sum(1))
+
+
+def test_a_hard_label_gives_the_cross_entropy_and_accepts_with_its_probability():
+    torch.manual_seed(0)
+    hidden, head, label = torch.randn(5, 8), torch.randn(31, 8), torch.randint(0, 31, (5, 1))
+    hard = torch.ones(5, 1)
+    loss, accepted, _ = FrozenHeadLoss.apply(hidden, head, torch.zeros(31), label, hard, 0.0)
+    torch.testing.assert_close(
+        loss, F.cross_entropy(hidden @ head.T, label[:, 0], reduction="none")
+    )
+    torch.testing.assert_close(accepted, (-loss).exp())
+
+
+def test_divergence_example():
+    p, q = torch.tensor([[0.5, 0.25]]), torch.tensor([[0.25, 0.25]])
+    loss, accepted, _ = divergence(q.log(), torch.tensor([[0.5]]), p, tv=0.0)
+    assert loss.item() == pytest.approx(0.1733, abs=1e-4)
+    assert accepted.item() == pytest.approx(0.75)
+    with_tv, _, _ = divergence(q.log(), torch.tensor([[0.5]]), p, tv=2.0)
+    assert with_tv.item() == pytest.approx(0.1733 + 2 * 0.25, abs=1e-4)
 
 
 def test_candidates_estimate_the_full_partition_function():
@@ -104,3 +150,9 @@ def test_every_epoch_visits_every_sample_once():
     assert [e for e, _ in picks] == [0] * 7 + [1] * 7 + [2] * 7
     for epoch in range(3):
         assert sorted(i for e, i in picks if e == epoch) == list(range(7))
+
+
+def test_random_blocks_have_every_size_and_are_seeded():
+    sizes = [random_drafts(7, seed=3, step=step) for step in range(200)]
+    assert set(sizes) == set(range(1, 8))
+    assert sizes == [random_drafts(7, seed=3, step=step) for step in range(200)]

@@ -1,10 +1,10 @@
-"""Muon's orthogonalisation against the plain iteration in float64."""
+"""Muon's orthogonalisation against the plain iteration in float64; the moving average."""
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dflash.optim import NEWTON_SCHULZ, num_blocks, orthogonalise
+from dflash.optim import NEWTON_SCHULZ, num_blocks, orthogonalise, update_average
 
 
 def plain(matrix: Tensor, steps: int) -> Tensor:
@@ -44,3 +44,33 @@ def test_orthogonalise_in_bfloat16_has_bfloat16_error():
 
 def test_blocks_are_equal_parts_of_at_most_192_rows():
     assert [num_blocks(n) for n in (576, 192, 193, 384)] == [3, 1, 1, 2]
+
+
+def weights(values) -> nn.Module:
+    return nn.ParameterList([nn.Parameter(torch.as_tensor(values))])
+
+
+def test_average_example():
+    average = weights([0.0])
+    update_average(average, weights([1.0]), decay=0.99, step=1)
+    assert next(average.parameters()).item() == pytest.approx(9 / 11)
+
+
+def test_average_of_a_long_run_is_the_plain_exponential_one():
+    torch.manual_seed(0)
+    walk, average, expected = (
+        torch.randn(4000, 3).cumsum(0),
+        weights(torch.zeros(3)),
+        torch.zeros(3),
+    )
+    for step, values in enumerate(walk, start=1):
+        update_average(average, weights(values), decay=0.98, step=step)
+        expected = 0.98 * expected + 0.02 * values
+    [found] = average.parameters()
+    torch.testing.assert_close(found.data, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_frozen_weights_are_left_alone():
+    average, frozen = weights([-0.0]), weights([5.0]).requires_grad_(False)
+    update_average(average, frozen, decay=0.9, step=1)
+    assert next(average.parameters()).item() == 0.0

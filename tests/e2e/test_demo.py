@@ -60,7 +60,7 @@ def summary(work):
     captured = work / "capture"
     kill_when(work, work / "first.log", lambda: _lines(captured) > 30)
     kept = _lines(captured)
-    kill_when(work, work / "second.log", lambda: any(work.glob("runs/*/checkpoint_*")))
+    kill_when(work, work / "second.log", lambda: any(work.glob("runs/*/step-*.pt")))
     assert _lines(captured) < kept + 120, "requests that were captured before were sent again"
     return run_demo(work, work / "third.log")
 

@@ -42,6 +42,16 @@ def test_last_line_is_the_summary_and_settings_go_before_or_after_options(stage,
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"steps": 3}
 
 
+def test_plan_calls_plan_and_only_where_there_is_one(stage, capsys):
+    seen = stage(lambda: pytest.fail("the stage ran"))
+    sys.modules["jobs.train"].plan = lambda cfg: {"plan": cfg.train.steps}  # pyright: ignore[reportAttributeAccessIssue]
+    assert cli.main(["train", "--plan", "train.steps=3"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"plan": 3}
+    assert cli.main(["ingest", "--plan"]) == 2
+    assert "ingest has no --plan; only train" in capsys.readouterr().err
+    assert not seen
+
+
 def test_a_summary_that_is_not_ok_fails(stage, capsys):
     stage(lambda: {"ok": False, "reason": "gate"})
     assert cli.main(["train"]) == 1

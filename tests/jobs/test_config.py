@@ -53,6 +53,9 @@ def test_every_setting_has_a_meaning():
         (["drafter.taps=1,x"], "drafter.taps = [1, 'x']: expected list of integers"),
         (["drafter.taps=8,1"], "drafter.taps = [8, 1]: layer ids must be strictly increasing"),
         (["ingest.val_percent=50", "ingest.test_percent=50"], "nothing is left to train on"),
+        (["train.ema=1"], "a decay is below 1"),
+        (["train.lora_rank=8"], "set train.base"),
+        (["train.lora_rank=8", "train.base=x"], "set train.optimizer=adamw and a train.lr"),
     ],
 )
 def test_refused_override_is_named_with_what_to_write(overrides, message):

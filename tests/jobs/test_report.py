@@ -124,6 +124,7 @@ def measured(cfg):
     verified = {
         "drafter": "sql-run-1",
         "k": SERVED_K,
+        "k_by_batch_size": [SERVED_K, 3],
         "speedup": {"1": 1.625, "8": 1.125},
         "greedy": {"requests": 24, "identical": 23, "near_ties": 1, "different": 0},
         "reference": {"requests": 4, "identical": 3, "rounds": 40, "differing": []},

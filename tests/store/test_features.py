@@ -1,10 +1,12 @@
 """bf16 through Parquet: bit exact, and refused when made for something else."""
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from store.features import cache_key, decode, encode, read_shard
+from store.features import FeatureCache, cache_key, decode, encode, read_shard, read_top
 from store.schemas import features_schema
 from store.shards import write_shard
 
@@ -77,8 +79,74 @@ def test_shard_made_for_something_else_is_refused(tmp_path, asked, named):
         next(read_shard(tmp_path / "f.parquet", *asked))
 
 
+@pytest.fixture
+def shards(tmp_path):
+    """Two shards, each with two samples in row groups of their own: 4 x 7 tokens of 64 bytes."""
+    schema = features_schema("t", [1, 5], 16)
+    known = {}
+    for name in "ab":
+        rows = []
+        for i in range(2):
+            known[f"{name}{i}"] = torch.randn(7, 32).bfloat16()
+            hi, lo = encode(known[f"{name}{i}"])
+            rows.append({"sample_id": f"{name}{i}", "n_tokens": 7, "hi": hi, "lo": lo})
+        table = pa.Table.from_pylist([r | {"argmax_match": 1.0} for r in rows], schema=schema)
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=1)
+    return sorted(tmp_path.iterdir()), known
+
+
+def test_cache_gives_every_sample_whatever_its_budget(shards):
+    paths, known = shards
+    for budget in (0, 2 * 448, 1 << 20):
+        cache = FeatureCache(paths, "t", [1, 5], 16, known.keys(), budget)
+        for name in ("a0", "b1", "a0", "a1", "b0", "b1"):
+            assert torch.equal(cache[name], known[name])
+            assert cache.size == sum(
+                t.nbytes for group in cache.kept.values() for t in group.values()
+            )
+            assert cache.size <= max(budget, 448), "one sample at least, never more than allowed"
+    assert len(cache.kept) == 4, "what fits is read once"
+
+
+def test_cache_names_missing_samples_and_refuses_other_features(shards):
+    paths, known = shards
+    with pytest.raises(ValueError, match=r"1 of 5 samples have no features \(for instance z\)"):
+        FeatureCache(paths, "t", [1, 5], 16, {*known, "z"}, 0)
+    with pytest.raises(ValueError, match="target_id"):
+        FeatureCache(paths, "other", [1, 5], 16, known.keys(), 0)
+    only = FeatureCache(paths, "t", [1, 5], 16, {"b1"}, 1 << 20)
+    assert torch.equal(only["b1"], known["b1"])
+    with pytest.raises(KeyError):
+        only["b0"]
+
+
 def test_cache_key_depends_on_each_part():
     keys = {cache_key("t", [1, 2], "bfloat16"), cache_key("u", [1, 2], "bfloat16")}
     keys |= {cache_key("t", [1, 3], "bfloat16"), cache_key("t", [1, 2], "float32")}
-    assert len(keys) == 4
+    keys |= {cache_key("t", [1, 2], "bfloat16", 8), cache_key("t", [1, 2], "bfloat16", 16)}
+    assert len(keys) == 6
     assert cache_key("t", [1, 2], "bfloat16") == cache_key("t", [1, 2], "bfloat16")
+
+
+def test_log_probabilities_round_trip_beside_the_features(tmp_path):
+    """Two answers of different length; features read as before, float16 values bit for bit."""
+    schema, path = features_schema("t", [1, 5], 16, top_k=3), tmp_path / "f.parquet"
+    x, rows = torch.ones(4, 32).bfloat16(), []
+    for n in (4, 2):
+        hi, lo = encode(x)
+        row = {"sample_id": f"s{n}", "n_tokens": 4, "hi": hi, "lo": lo, "argmax_match": 1.0}
+        top = np.arange(n * 3)
+        logprobs = -np.sqrt(top).astype(np.float16)
+        rows.append(row | {"top_ids": top.astype(np.int32), "top_logprobs": logprobs})
+    write_shard(path, pa.Table.from_pylist(rows, schema=schema))
+    assert [torch.equal(f, x) for _, f, _ in read_shard(path, "t", [1, 5], 16)] == [True, True]
+    (first, ids, _), (second, _, logprobs) = read_top(path, "t", [1, 5], 16, 3)
+    assert (first, second, ids.shape) == ("s4", "s2", (4, 3))
+    assert ids.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert torch.equal(logprobs, -torch.arange(6).sqrt().half().view(2, 3))
+
+
+def test_log_probabilities_that_a_shard_lacks_are_missed(tmp_path):
+    write(tmp_path / "f.parquet", features_schema("t", [1, 5], 16), torch.ones(2, 32).bfloat16())
+    with pytest.raises(ValueError, match="top_k is 'missing', expected '3'; harvest again"):
+        next(read_top(tmp_path / "f.parquet", "t", [1, 5], 16, 3))

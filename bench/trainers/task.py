@@ -1,0 +1,97 @@
+"""Write what both trainers read: a folder with samples, start weights and every step's anchors."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from dflash.checkpoint import save_drafter
+from dflash.loss import Batch, Sample
+from dflash.objective import default_gamma, recorded_token
+from dflash.target import Target, resolve_dtype
+from dflash.train import step_batch, step_indices
+from jobs.config import Config
+from jobs.feed import LazySamples, feature_cache, training_set
+from jobs.loop import start_drafter
+from jobs.shape import drafter_config
+
+TARGET_BATCH = 16
+
+
+def training_samples(cfg: Config) -> list[Sample]:
+    """The demo's training samples. Raises ValueError if there is no finished demo."""
+    if not (cfg.target_path / "config.json").is_file():
+        raise ValueError(f"{cfg.work} has no target: run `make demo` first, or pass work=FOLDER")
+    samples = training_set(cfg, drafter_config(cfg).num_drafts).samples
+    features = feature_cache(cfg, [s.sample_id for s in samples], float("inf"))
+    return list(LazySamples(samples, features))
+
+
+def last_states(target: Target, samples: Sequence[Sample]) -> list[Tensor]:
+    """The target's last hidden states before its final norm, [T, H] bfloat16 per sample.
+
+    The other trainer needs them beside the features: it recomputes its labels from them.
+    """
+    found = []
+    for start in tqdm(range(0, len(samples), TARGET_BATCH), desc="last states", unit="batch"):
+        ids = [s.ids.tolist() for s in samples[start : start + TARGET_BATCH]]
+        states = target.features(ids, (target.num_layers - 1,))
+        found += [s.taps.to(torch.bfloat16) for s in states]
+    return found
+
+
+def batch_of(cfg: Config, samples: Sequence[Sample], num_drafts: int, step: int) -> Batch:
+    """The batch that training takes at `step`."""
+    train = cfg.train
+    picks = step_indices(step, len(samples), train.batch_size, train.seed)
+    return step_batch(samples, picks, train.anchors, num_drafts, recorded_token, train.seed)
+
+
+def gamma_of(cfg: Config) -> float:
+    """The decay of the slots' weights."""
+    return cfg.train.gamma or default_gamma(drafter_config(cfg).block_size)
+
+
+def write_task(
+    folder: Path,
+    cfg: Config,
+    samples: Sequence[Sample],
+    seen: Tensor,
+    states: Sequence[Tensor],
+    steps: int,
+) -> None:
+    """Write the folder. `seen`: the label ids of the whole training split (Candidates)."""
+    drafter = start_drafter(cfg)
+    save_drafter(drafter, folder / "start", torch.float32)
+    tensors = {"seen": seen}
+    for i, (sample, last) in enumerate(zip(samples, states, strict=True)):
+        tensors |= {f"ids.{i}": sample.ids, f"loss_mask.{i}": sample.loss_mask}
+        tensors |= {f"features.{i}": sample.features.contiguous(), f"last.{i}": last.contiguous()}
+    save_file(tensors, folder / "samples.safetensors")
+    plan = []
+    for step in range(steps):
+        picks = step_indices(step, len(samples), cfg.train.batch_size, cfg.train.seed)
+        batch = batch_of(cfg, samples, drafter.cfg.num_drafts, step)
+        real = batch.supervised_BNK.any(-1)
+        anchors = [a[r].tolist() for a, r in zip(batch.anchors_BN, real, strict=True)]
+        plan.append([[i, a] for (_, i), a in zip(picks, anchors, strict=True)])
+    slots = cfg.train.batch_size * cfg.train.anchors * drafter.cfg.block_size
+    tokens = max(sum(len(samples[i].ids) for i, _ in step) for step in plan)
+    task: dict[str, Any] = {
+        "target": str(cfg.target_path.absolute()),
+        "dtype": str(resolve_dtype(cfg.target.dtype)).removeprefix("torch."),
+        "names": [[s.sample_id, s.domain] for s in samples],
+        "train": asdict(cfg.train) | {"steps": steps, "gamma": gamma_of(cfg)},
+        "drafter": asdict(drafter.cfg),
+        "plan": plan,
+        # Their row: room for a block behind the last anchor, and longer than its slots, because
+        # they then project only the rows of the slots, as they do at their default sizes.
+        "row": max(tokens + drafter.cfg.block_size, slots + 1),
+    }
+    (folder / "task.json").write_text(json.dumps(task))

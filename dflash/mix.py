@@ -1,0 +1,63 @@
+"""The replay mix: how much of the training comes from other domains than the adapted one.
+
+Shares are counted in supervised block tokens, the unit of the loss, not in samples: a long answer
+weighs more than a short one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash.loss import valid_anchors
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Indices of the adapted domain and of the others, and the share of picks from the others."""
+
+    main: tuple[int, ...]
+    others: tuple[int, ...] = ()
+    share: float = 0.0
+
+
+def replay_mix(
+    domains: Sequence[str], weights: Sequence[float], domain: str, token_share: float
+) -> Mix:
+    """Who is drawn how often, so that others give `token_share` of the block tokens.
+
+    weights: block tokens of each sample. With means d in the domain and g in the others, a share p
+    of the picks gives p*g / (p*g + (1-p)*d) of the tokens. Without a domain all are `main`.
+    Raises ValueError for a domain without samples, and for a share without others.
+    """
+    main = tuple(i for i, name in enumerate(domains) if not domain or name == domain)
+    others = tuple(i for i, name in enumerate(domains) if domain and name != domain)
+    if not main:
+        raise ValueError(
+            f"train.domain {domain!r} has no training sample; there are: "
+            f"{', '.join(sorted(set(domains)))}"
+        )
+    if not token_share:
+        return Mix(main)
+    if not others:
+        raise ValueError(
+            f"train.mix = {token_share} needs samples of other domains than {domain!r}: ingest "
+            "some, or set train.mix=0"
+        )
+    d, g = (sum(weights[i] for i in part) / len(part) for part in (main, others))
+    return Mix(main, others, token_share * d / (token_share * d + (1 - token_share) * g))
+
+
+def block_tokens(loss_mask: Tensor, anchors: int, num_drafts: int) -> float:
+    """Supervised slots that a sample gives on average when `anchors` of its anchors are drawn.
+
+    A block counts up to its first unsupervised token. A mask that ends in 4 answer tokens, K = 3:
+    its anchors give 3, 2 and 1 slots; with two of the three drawn: 4.0.
+    """
+    valid = valid_anchors(loss_mask)
+    if not len(valid):
+        return 0.0
+    padded = torch.cat([loss_mask, loss_mask.new_zeros(num_drafts)])
+    slots = padded[valid[:, None] + 1 + torch.arange(num_drafts)].long().cumprod(1).sum()
+    return float(slots) * min(anchors, len(valid)) / len(valid)

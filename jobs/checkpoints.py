@@ -1,0 +1,61 @@
+"""Resumable states of a training run: <work>/runs/<name>/step-00000055.pt, the newest few.
+
+A state is one file, committed like every other (store/files.py): at its final name it is complete,
+whatever was killed while writing it. So the newest file is the newest complete state.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jobs.config import Config
+from store.files import commit, sweep
+
+KEEP = 2
+RESULT = "result.json"
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """What a finished worker has to say, for the driver."""
+    commit(folder / RESULT, lambda stream: stream.write(json.dumps(result).encode()))
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What `write_result` wrote.
+
+    Ray Train keeps the metrics of a report without a checkpoint only if it polls between the
+    report and the end of the worker (2.60).
+    """
+    return json.loads((folder / RESULT).read_bytes())
+
+
+def states_folder(cfg: Config, name: str) -> Path:
+    """Where the states of the run `name` are; Ray Train keeps its own files there too."""
+    return cfg.path("runs", name)
+
+
+def newest_state(folder: Path) -> Path | None:
+    """The state to resume from, None to start."""
+    return max(folder.glob("step-*.pt"), default=None)
+
+
+def state_step(path: Path) -> int:
+    """Optimizer steps done in this state."""
+    return int(path.stem.removeprefix("step-"))
+
+
+def commit_state(folder: Path, step: int, state: dict[str, Any]) -> Path:
+    """Write a state, then remove all but the newest KEEP and what dead writers left."""
+    path = folder / f"step-{step:08d}.pt"
+    commit(path, lambda stream: torch.save(state, stream))
+    for old in sorted(folder.glob("step-*.pt"))[:-KEEP]:
+        old.unlink()
+    sweep(folder)
+    return path
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What `commit_state` wrote, on the CPU."""
+    return torch.load(path, map_location="cpu", weights_only=True)

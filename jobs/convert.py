@@ -1,0 +1,35 @@
+"""flywheel convert convert.source=FOLDER convert.dest=NEW [convert.format=speculators]
+
+Rewrite a drafter folder in z-lab's or speculators' format. Tensors are copied bit for bit; what the
+other format cannot say is refused (dflash/convert.py).
+"""
+
+from typing import Any
+
+from dflash.checkpoint import convert_folder
+from jobs.cli import run_as_module
+from jobs.config import Config
+from jobs.shape import target_config
+
+
+def run(cfg: Config) -> dict[str, Any]:
+    """Convert; returns the summary. Raises ValueError for what cannot be read or said."""
+    wanted = cfg.convert
+    if not (wanted.source and wanted.dest):
+        raise ValueError("set convert.source to a drafter folder and convert.dest to a new one")
+    target_config(cfg)  # its message says what to set
+    verifier = wanted.verifier or str(cfg.target_path)
+    shape = convert_folder(wanted.source, wanted.dest, wanted.format, cfg.target_path, verifier)
+    return {
+        "stage": "convert",
+        "folder": wanted.dest,
+        "format": wanted.format,
+        "block_size": shape.block_size,
+        "target_layer_ids": list(shape.target_layer_ids),
+        "sliding_window": shape.sliding_window,
+        "is_causal": shape.is_causal,
+    }
+
+
+if __name__ == "__main__":
+    run_as_module("convert")

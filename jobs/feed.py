@@ -1,0 +1,140 @@
+"""What a training worker reads: samples in the order of the mix, features when they are needed,
+and the batches of the next step while this one is computed.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from dflash.loss import Sample, valid_anchors
+from dflash.mix import block_tokens, replay_mix
+from dflash.replay import Request
+from dflash.target import target_id
+from jobs.config import Config
+from jobs.harvest import features_folder
+from jobs.samples import captured, make_request, make_sample
+from jobs.shape import target_config, target_taps
+from store.features import FeatureCache
+from store.shards import shard_paths
+from store.traffic import read_traffic
+
+T = TypeVar("T")
+COLUMNS = ["sample_id", "domain", "prompt_ids", "output_ids", "loss_mask", "temperature"]
+GIB = 1 << 30
+NO_FEATURES = torch.empty(0, 0, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """Samples without features: `num_main` of the adapted domain (or all), then the others."""
+
+    samples: list[Sample]
+    num_main: int
+    share: float
+    """Share of the picks that come from the others (dflash/mix.py)."""
+    block_tokens: list[float]
+    """Supervised slots that a visit of each sample gives on average."""
+    num_skipped: int
+    """Samples without an anchor: no two supervised tokens in a row."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return [len(sample.ids) for sample in self.samples]
+
+
+def training_set(cfg: Config, num_drafts: int) -> TrainingSet:
+    """The train split, cut to what train.domain and train.mix ask for, with the target's
+    log-probabilities if train.loss needs them; reads no features.
+
+    Raises ValueError if no sample has an anchor, and for a domain or mix without samples.
+    """
+    top = captured(cfg)
+    found = [
+        make_sample(row, NO_FEATURES, *top.get(row["sample_id"], ()))
+        for row in read_rows(cfg, "train")
+    ]
+    kept = [sample for sample in found if len(valid_anchors(sample.loss_mask))]
+    if not kept:
+        raise ValueError(
+            f"none of {len(found)} training samples has two supervised tokens in a row: "
+            "look at loss_mask in traffic/, or ingest more conversations"
+        )
+    tokens = [block_tokens(s.loss_mask, cfg.train.anchors, num_drafts) for s in kept]
+    mix = replay_mix([s.domain for s in kept], tokens, cfg.train.domain, cfg.train.mix)
+    order = (*mix.main, *mix.others)
+    return TrainingSet(
+        [kept[i] for i in order],
+        len(mix.main),
+        mix.share,
+        [tokens[i] for i in order],
+        len(found) - len(kept),
+    )
+
+
+def val_rows(cfg: Config) -> list[dict[str, Any]]:
+    """Greedy val rows with at least one round, at most train.val_samples of each domain."""
+    taken: dict[str, list[dict[str, Any]]] = {}
+    for row in read_rows(cfg, "val"):
+        of_domain = taken.setdefault(row["domain"], [])
+        usable = row["temperature"] == 0.0 and len(row["output_ids"]) > 1
+        if usable and len(of_domain) < cfg.train.val_samples:
+            of_domain.append(row)
+    return [row for name in sorted(taken) for row in taken[name]]
+
+
+def val_requests(cfg: Config) -> list[tuple[str, Request]]:
+    """(domain, request) of `val_rows`, with features."""
+    rows = val_rows(cfg)
+    features = feature_cache(cfg, [row["sample_id"] for row in rows], budget=0)
+    return [(row["domain"], make_request(row, features[row["sample_id"]])) for row in rows]
+
+
+def read_rows(cfg: Config, split: str) -> Iterator[dict[str, Any]]:
+    """Token rows of a split in sample_id order; few at a time are Python lists."""
+    table = read_traffic(cfg.path("traffic"), target_id(cfg.target_path), split)
+    for batch in table.select(COLUMNS).to_batches(max_chunksize=1024):
+        yield from batch.to_pylist()
+
+
+def feature_cache(cfg: Config, sample_ids: Iterable[str], budget: float) -> FeatureCache:
+    """The features of these samples; `budget` bytes of them stay in memory."""
+    identity = target_id(cfg.target_path)
+    return FeatureCache(
+        shard_paths(features_folder(cfg, identity)),
+        identity,
+        list(target_taps(cfg)),
+        target_config(cfg)["hidden_size"],
+        set(sample_ids),
+        budget,
+    )
+
+
+class LazySamples(Sequence[Sample]):
+    """The samples of a training set, each with its features when it is taken."""
+
+    def __init__(self, samples: Sequence[Sample], features: FeatureCache):
+        self.samples, self.features = samples, features
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        sample = self.samples[index]
+        return replace(sample, features=self.features[sample.sample_id])
+
+
+def prefetched(make: Callable[[int], T], steps: Iterable[int]) -> Generator[T, None, None]:
+    """make(step) for every step, the next one made by a thread while the caller uses this one."""
+    with ThreadPoolExecutor(1, thread_name_prefix="feed") as pool:
+        waiting = None
+        for step in steps:
+            coming = pool.submit(make, step)
+            if waiting is not None:
+                yield waiting.result()
+            waiting = coming
+        if waiting is not None:
+            yield waiting.result()

@@ -1,0 +1,216 @@
+"""flywheel train --plan: what a training run would be, from names and sizes alone."""
+
+import shutil
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+
+from dflash.checkpoint import read_config, weights_sha256
+from dflash.config import DrafterConfig
+from dflash.memory import activation_bytes, head_bytes, model_bytes
+from dflash.objective import choose_labels, named_tokens
+from dflash.target import resolve_dtype, target_id
+from jobs.checkpoints import KEEP, newest_state, state_step, states_folder
+from jobs.config import Config
+from jobs.console import print_table
+from jobs.feed import GIB, TrainingSet, read_rows, training_set, val_rows
+from jobs.samples import captured_top_k, check_features
+from jobs.settings import split_identity
+from jobs.shape import drafter_config, target_config
+from store.ids import short_hash
+
+PROCESS_BYTES = 700 << 20
+"""A worker with torch, Ray and MLflow imported, before it loads anything (measured, Linux)."""
+EXPORT_BYTES_PER_WEIGHT = 2
+
+Facts = dict[str, Any]
+
+
+def run_name(cfg: Config, shape: DrafterConfig) -> str:
+    """`drafter-<hash>` of everything that decides the result: target, samples with their domains
+    and supervised spans, shape, weights of the base, settings.
+
+    How it is executed (workers, device, ...) is left out: such a run may be resumed otherwise.
+    Raises ValueError without training samples.
+    """
+    identity = target_id(cfg.target_path)
+    train, val = ([_content(row) for row in read_rows(cfg, split)] for split in ("train", "val"))
+    if not train:
+        raise ValueError(
+            f"{cfg.path('traffic')} has no training sample of target {identity}: "
+            "run `flywheel ingest` with more conversations"
+        )
+    settings = split_identity(cfg.train)[0]
+    settings |= {"dtype": cfg.target.dtype, "top_k": captured_top_k(cfg)}
+    if cfg.train.base:  # the weights, wherever they are
+        settings["base"] = weights_sha256(cfg.train.base)
+    return f"drafter-{short_hash([identity, train, val, asdict(shape), settings])[:12]}"
+
+
+def _content(row: dict[str, Any]) -> list[Any]:
+    spans = [[span["start"], span["end"]] for span in row["loss_mask"]]
+    return [row["sample_id"], row["domain"], row["temperature"], spans]
+
+
+def run_shape(cfg: Config) -> DrafterConfig:
+    """The shape of train.base, or of a new drafter.
+
+    Raises ValueError for a base that was made for other features than this target's.
+    """
+    if not cfg.train.base:
+        return drafter_config(cfg)
+    ours = drafter_config(cfg)
+    base = read_config(cfg.train.base, ours.num_target_layers)
+    for field in ("hidden_size", "vocab_size", "num_target_layers", "target_layer_ids"):
+        if getattr(base, field) != getattr(ours, field):
+            raise ValueError(
+                f"train.base {cfg.train.base} has {field} {getattr(base, field)}, but this target "
+                f"and drafter.taps give {getattr(ours, field)}: it was made for other features"
+            )
+    return base
+
+
+def check_val(cfg: Config, val: list[dict[str, Any]]) -> None:
+    """Raise ValueError when the settings need val requests that do not exist."""
+    domains = {row["domain"] for row in val}
+    if cfg.train.domain and domains and cfg.train.domain not in domains:
+        raise ValueError(
+            f"no greedy val request of train.domain {cfg.train.domain!r} (there are: "
+            f"{', '.join(sorted(domains))}): nothing can choose its weights; ingest more "
+            "conversations or raise ingest.val_percent"
+        )
+    if cfg.train.patience and not val:
+        raise ValueError("train.patience needs greedy val requests: raise ingest.val_percent")
+
+
+def make_plan(cfg: Config) -> Facts:
+    """Everything that `--plan` prints. Reads token rows and names, no feature and no weight."""
+    shape = run_shape(cfg)
+    data, val = training_set(cfg, shape.num_drafts), val_rows(cfg)
+    check_val(cfg, val)
+    name = run_name(cfg, shape)
+    memory = memory_plan(cfg, shape, data, val)
+    return {
+        "name": name,
+        **_start(cfg, name),
+        "features": _features(cfg),
+        **_amount(cfg, data),
+        "validations": _validations(cfg) if val else 0,
+        "val_requests": dict(Counter(row["domain"] for row in val)),
+        "chosen_by": _chosen_by(cfg, val),
+        "memory_bytes": memory,
+        "disk_bytes": disk_plan(cfg, shape),
+    }
+
+
+def _start(cfg: Config, name: str) -> Facts:
+    if cfg.path("drafters", name, "config.json").is_file():
+        return {"does": "reuse", "first_step": cfg.train.steps}
+    newest = newest_state(states_folder(cfg, name))
+    if newest is None:
+        return {"does": "start", "first_step": 0}
+    return {"does": "resume", "first_step": state_step(newest)}
+
+
+def _features(cfg: Config) -> str:
+    try:
+        check_features(cfg)
+    except ValueError as error:
+        return str(error)
+    return "complete"
+
+
+def _amount(cfg: Config, data: TrainingSet) -> Facts:
+    train, tokens = cfg.train, data.block_tokens
+    picks = train.steps * train.batch_size
+    parts = [("", tokens[: data.num_main], 1 - data.share)]
+    if data.share:
+        parts.append(("_others", tokens[data.num_main :], data.share))
+    mean = sum(share * sum(part) / len(part) for _, part, share in parts)
+    return {
+        "steps": train.steps,
+        "samples": len(data.samples),
+        "samples_without_anchor": data.num_skipped,
+        "tokens": sum(data.lengths),
+        "supervised_tokens": sum(int(s.loss_mask.sum()) for s in data.samples),
+        "block_tokens_per_step": train.batch_size * mean,
+        **{f"epochs{name}": picks * share / len(part) for name, part, share in parts},
+    }
+
+
+def _validations(cfg: Config) -> int:
+    every, steps = cfg.train.val_every, cfg.train.steps
+    return bool(cfg.train.base) + steps // every + bool(steps % every)
+
+
+def _chosen_by(cfg: Config, val: list[dict[str, Any]]) -> str:
+    if not val:
+        return "nothing: no greedy val request, the last weights are exported"
+    what = f"tau of {cfg.train.domain}" if cfg.train.domain else "pooled tau"
+    if not cfg.train.base or cfg.train.max_slice_loss >= 1:
+        return f"highest {what}"
+    return f"highest {what}, no domain below {1 - cfg.train.max_slice_loss:.0%} of the base's"
+
+
+def memory_plan(
+    cfg: Config, shape: DrafterConfig, data: TrainingSet, val: list[dict[str, Any]]
+) -> dict[str, int]:
+    """Bytes of rank 0, the largest worker, by what they are for."""
+    train, dtype = cfg.train, resolve_dtype(cfg.target.dtype)
+    target = target_config(cfg)
+    width = len(shape.target_layer_ids) * shape.hidden_size
+    share = -(-train.batch_size // train.workers)
+    in_forward = min(train.micro_batch or share, share)
+    longest = max(data.lengths)
+    borrowed = 1 if target.get("tie_word_embeddings") else 2
+    harvested = all(s.top_ids is not None for s in data.samples)
+    labels = choose_labels(train.loss if harvested else "ce", shape.vocab_size)
+    candidates = len(named_tokens(data.samples, labels)) + train.random_candidates
+    candidates = min(candidates, shape.vocab_size)
+    lora = (train.lora_rank, tuple(train.lora_targets))
+    model = model_bytes(
+        shape, train.optimizer, train.workers if train.shard == "fsdp" else 1, *lora
+    )
+    whole = model_bytes(shape, train.optimizer, 1)["weights"]
+    val_tokens = sum(len(row["prompt_ids"]) + len(row["output_ids"]) for row in val)
+    return {
+        "process": PROCESS_BYTES,
+        "embedding and head": borrowed * shape.vocab_size * shape.hidden_size * dtype.itemsize,
+        **model,
+        "best weights": whole,
+        "average of weights": model["weights"] if train.ema else 0,
+        "exchange with other workers": whole if train.workers > 1 else 0,
+        "activations": activation_bytes(shape, in_forward, longest, train.anchors, dtype),
+        "softmax": head_bytes(shape.hidden_size, candidates, dtype),
+        "two steps of features": 2 * share * longest * width * dtype.itemsize,
+        "feature cache": min(2 * width * sum(data.lengths), int(train.cache_gib * GIB)),
+        "val features": 2 * width * val_tokens,
+    }
+
+
+def disk_plan(cfg: Config, shape: DrafterConfig) -> dict[str, int]:
+    """Bytes of the states that are kept, of the exported drafter, and what is free."""
+    train = cfg.train
+    model = model_bytes(shape, train.optimizer, 1, train.lora_rank, tuple(train.lora_targets))
+    state = (3 if train.ema else 2) * model["weights"] + model["optimizer"]
+    return {
+        "one state": state,
+        "states kept": KEEP * state,
+        "drafter": model["weights"] // 4 * EXPORT_BYTES_PER_WEIGHT,
+        "free": shutil.disk_usage(cfg.path()).free,
+    }
+
+
+def print_plan(plan: Facts) -> None:
+    """The plan as tables on stderr."""
+    single = [(key, value) for key, value in plan.items() if not isinstance(value, dict)]
+    print_table("Plan", ["what", "value"], single)
+    print_table("Val requests", ["domain", "replayed"], plan["val_requests"].items())
+    memory = plan["memory_bytes"] | {
+        "total": sum(plan["memory_bytes"].values()),
+        "free now": psutil.virtual_memory().available,
+    }
+    for title, sizes in (("Memory of a worker", memory), ("Disk", plan["disk_bytes"])):
+        print_table(title, ["what", "MiB"], [(k, v / (1 << 20)) for k, v in sizes.items()])

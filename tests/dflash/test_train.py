@@ -1,0 +1,166 @@
+"""Which samples a step takes and on which rank, and that sums over forwards are the batch."""
+
+import pytest
+import torch
+
+from dflash.loss import Candidates, Sample
+from dflash.memory import activation_bytes, model_bytes
+from dflash.mix import block_tokens, replay_mix
+from dflash.model import block_embeds, new_drafter
+from dflash.objective import choose_weights, recorded_token
+from dflash.optim import build_optimizers
+from dflash.train import (
+    NonFiniteLoss,
+    check_finite,
+    generator,
+    rank_picks,
+    step_batch,
+    step_indices,
+    step_loss,
+)
+
+
+def test_mix_gives_the_share_of_block_tokens_and_visits_both_streams_evenly():
+    domains = ["general"] * 30 + ["tickets"] * 10
+    weights = [50.0] * 30 + [10.0 + i for i in range(10)]
+    mix = replay_mix(domains, weights, "tickets", 0.25)
+    assert [domains[i] for i in (*mix.main, *mix.others)] == ["tickets"] * 10 + ["general"] * 30
+    assert mix.share < 0.25, "answers of the others are longer, so fewer of them are drawn"
+    ordered = [weights[i] for i in (*mix.main, *mix.others)]
+    drawn = [p for step in range(300) for p in step_indices(step, 10, 4, 0, 30, mix.share)]
+    others = sum(ordered[i] for _, i in drawn if i >= 10)
+    assert others / sum(ordered[i] for _, i in drawn) == pytest.approx(0.25, abs=0.01)
+    counts = [sum(i == which for _, i in drawn) for which in range(40)]
+    assert max(counts[:10]) - min(counts[:10]) <= 1
+    assert max(counts[10:]) - min(counts[10:]) <= 1
+    again = [
+        p for step in reversed(range(300)) for p in step_indices(step, 10, 4, 0, 30, mix.share)
+    ]
+    assert sorted(again) == sorted(drawn), "a step does not depend on the steps before it"
+
+
+def test_mix_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"'law' has no training sample; there are: a, b"):
+        replay_mix(["a", "b"], [1.0, 1.0], "law", 0.0)
+    with pytest.raises(ValueError, match="needs samples of other domains"):
+        replay_mix(["a", "a"], [1.0, 1.0], "a", 0.5)
+    assert replay_mix(["a", "b", "a"], [1.0] * 3, "a", 0.0).main == (0, 2)
+
+
+def test_block_tokens_is_what_batches_hold_on_average():
+    mask = torch.tensor([0, 0, 1, 1, 1, 1], dtype=torch.bool)
+    assert block_tokens(mask, 2, 3) == 4.0
+    assert block_tokens(torch.tensor([1, 0, 1], dtype=torch.bool), 8, 3) == 0.0
+    gaps = torch.rand(60, generator=torch.Generator().manual_seed(0)) < 0.7
+    sample = Sample("s", "d", torch.arange(60), gaps, torch.zeros(60, 1))
+    slots = [
+        int(step_batch([sample], [(e, 0)], 6, 5, recorded_token, 0).supervised_BNK.sum())
+        for e in range(600)
+    ]
+    assert sum(slots) / 600 == pytest.approx(block_tokens(gaps, 6, 5), rel=0.03)
+
+
+@pytest.mark.parametrize(("batch", "world", "micro"), [(7, 2, 2), (1, 3, 0), (4, 1, 3), (6, 2, 0)])
+def test_ranks_share_a_step_in_equally_many_forwards(batch, world, micro):
+    picks = [(0, i) for i in range(batch)]
+    lengths = [10 * (i * 5 % 7) for i in range(batch)]
+    ranks = [rank_picks(picks, lengths, rank, world, micro) for rank in range(world)]
+    assert len({len(forwards) for forwards in ranks}) == 1, "collectives would not meet"
+    assert sorted(p for forwards in ranks for f in forwards for p in f) == picks
+    assert all(len(f) <= (micro or batch) for forwards in ranks for f in forwards)
+
+
+@pytest.fixture
+def gradients(config, samples, target, weights):
+    """The gradient of a step cut into forwards, divided by the weight of all."""
+    candidates, weigh = Candidates(torch.arange(97), 97, 0), choose_weights(weights, 4.0)
+
+    def of(forwards):
+        drafter = new_drafter(config, seed=0)
+        sums = []
+        for picks in forwards:
+            batch = step_batch(samples, picks, 12, 5, recorded_token, 0)
+            borrowed = (target.embedding, target.head)
+            out = step_loss(drafter, batch, *borrowed, candidates, generator("c"), weigh)
+            out.loss.backward()
+            sums.append(out.sums())
+        total = torch.stack(sums).sum(0)
+        return total, [p.grad / total[1] for p in drafter.parameters() if p.grad is not None]
+
+    return of
+
+
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_micro_batches_with_an_empty_one_give_the_gradient_of_the_batch(gradients):
+    """Uneven parts (5, 2, 0 samples): a mean of means would weigh them wrongly."""
+    picks = [(0, i) for i in range(7)]
+    whole_sums, whole = gradients([picks])
+    part_sums, parts = gradients([picks[:5], picks[5:], []])
+    torch.testing.assert_close(part_sums, whole_sums, rtol=1e-6, atol=0)
+    assert len(parts) == len(whole) == 25
+    for one, other in zip(parts, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["decay"])
+def test_an_empty_forward_has_zero_gradients_for_every_parameter(gradients):
+    sums, grads = gradients([[(0, 1)], []])
+    alone_sums, alone = gradients([[(0, 1)]])
+    assert torch.equal(sums, alone_sums)
+    for one, other in zip(grads, alone, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_non_finite_loss_names_the_samples():
+    with pytest.raises(NonFiniteLoss, match=r"step 7 is nan; its samples: a, b"):
+        check_finite(float("nan"), ["a", "b"], 7)
+
+
+def test_flex_attention_equals_the_dense_path(monkeypatch, drafter, target, samples):
+    """The CUDA branch of the model, run eagerly on this CPU: mask, layout and grouped heads."""
+    import dflash.model as model
+    from dflash.mask import dense_mask, flex_mask
+
+    context = drafter.context(torch.stack([s.features[:40] for s in samples[:2]]))
+    anchors = torch.tensor([[7, 10, 20], [12, 30, 31]])
+    embeds = block_embeds(target.embedding, torch.tensor([[3, 4, 5], [6, 7, 8]]), 96, 6)
+    monkeypatch.setattr(model, "fused_flex", lambda: model.flex_attention)
+    outputs = []
+    for make_mask in (dense_mask, flex_mask):
+        monkeypatch.setattr(model, "dense_mask", make_mask)
+        with torch.no_grad():
+            outputs.append(drafter(context, embeds, anchors))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
+
+
+def test_memory_counts_are_those_of_a_real_step(config):
+    """Counted on fake tensors, against the storages of a real forward and real optimizers."""
+    drafter = new_drafter(config, seed=0)
+    weights = sum(p.nbytes for p in drafter.parameters())
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    embeds = torch.zeros(2, 9, 6, 32)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        drafter(drafter.context(torch.zeros(2, 50, 96)), embeds, torch.full((2, 9), 5))
+    for param in drafter.parameters():
+        kept.pop(param.untyped_storage().data_ptr(), None)
+    real = sum(storage.nbytes() for storage in kept.values())
+    assert activation_bytes(config, 2, 50, 9, torch.float32) == real
+    for kind in ("muon", "adamw"):
+        optimizers = build_optimizers(drafter, kind, 1e-3, torch.float32)
+        for param in drafter.parameters():
+            param.grad = torch.zeros_like(param)
+        for optimizer in optimizers:
+            optimizer.step()
+        state = sum(
+            t.nbytes for o in optimizers for values in o.state.values() for t in values.values()
+        )
+        assert model_bytes(config, kind, 1) == {
+            "weights": weights,
+            "gradients": weights,
+            "optimizer": state,
+        }

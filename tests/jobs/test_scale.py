@@ -1,0 +1,200 @@
+"""One run, whatever executes it: workers, shards, kills, and what a plan says before."""
+
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from dflash.checkpoint import load_drafter, save_drafter
+from dflash.model import new_drafter
+from jobs import plan, train
+from jobs.checkpoints import commit_state, newest_state, read_state
+from jobs.loop import progress_file
+from jobs.shape import drafter_config
+from jobs.tracking import Tracker
+from tests.work import configure
+
+# 3 samples on 2 workers: a rank has a step without a second sample. Small steps: float order grows.
+SETTINGS = ["train.batch_size=3", "train.steps=40", "train.val_every=20", "train.lr=2e-3"]
+SETTINGS += ["train.checkpoint_every=8", "train.seed=3", "train.val_samples=3"]
+
+
+@pytest.fixture
+def fresh(harvested, tmp_path):
+    """A work folder of its own, so that equal settings train again."""
+    return shutil.copytree(harvested, tmp_path / "work")
+
+
+@pytest.fixture(scope="module")
+def one(work):
+    """The run on one worker, undisturbed: (summary, loss by step, weights)."""
+    return outcome(configure(work, *SETTINGS))
+
+
+def outcome(cfg):
+    summary = train.run(cfg)
+    losses = dict(Tracker.start(cfg, summary["name"], {}).curve("loss"))
+    return summary, losses, load_drafter(summary["folder"]).state_dict()
+
+
+def check_same(found, expected, first_step=1):
+    """Same run, same losses and weights up to float order; `found` computed from `first_step`."""
+    assert found[0]["name"] == expected[0]["name"], "how it is executed is no part of the run"
+    assert sorted(found[1]) == list(range(first_step, 41))
+    for step, loss in found[1].items():
+        assert loss == pytest.approx(expected[1][step], rel=1e-4)
+    for name, tensor in found[2].items():
+        torch.testing.assert_close(tensor, expected[2][name], rtol=0.02, atol=2e-3)
+
+
+def move_state(cfg, name, folder):
+    """Put an early state of a finished run where a fresh work folder looks for it."""
+    early = sorted(cfg.path("runs", name).glob("step-*.pt"))[0]
+    target = folder / "runs" / name
+    target.mkdir(parents=True)
+    shutil.copy(early, target)
+    return int(early.stem.removeprefix("step-"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_worker_continues_on_two(one, work, fresh):
+    step = move_state(configure(work), one[0]["name"], fresh)
+    assert step == 32
+    check_same(outcome(configure(fresh, *SETTINGS, "train.workers=2")), one, step + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_workers_survive_a_sigkill_and_one_worker_continues_them(one, fresh, tmp_path):
+    """A worker dies in the middle of a step; Ray Train restarts the group from the last state."""
+    cfg = configure(fresh, *SETTINGS, "train.workers=2", "train.micro_batch=1")
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill_a_worker, progress_file(cfg, one[0]["name"]))
+        two = outcome(cfg)
+        assert 12 <= killed.result() < 40
+    check_same(two, one)
+    other = shutil.copytree(fresh, tmp_path / "other", ignore=shutil.ignore_patterns("runs"))
+    shutil.rmtree(other / "drafters")
+    (other / "mlflow.db").unlink()
+    step = move_state(cfg, two[0]["name"], other)
+    check_same(outcome(configure(other, *SETTINGS)), one, step + 1)
+
+
+def kill_a_worker(progress):
+    """SIGKILL one of our two workers when 12 steps are done; returns the last step before."""
+    while not (progress.exists() and int(progress.read_text() or 0) >= 12):
+        time.sleep(0.005)
+    ours = psutil.Process().children(recursive=True)
+    workers = [p for p in ours if "RayTrainWorker" in " ".join(p.cmdline())]
+    assert len(workers) == 2
+    step = int(progress.read_text() or 40)
+    workers[-1].kill()
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sharded_workers_give_the_run_of_one(one, fresh):
+    check_same(outcome(configure(fresh, *SETTINGS, "train.workers=2", "train.shard=fsdp")), one)
+
+
+def test_a_domain_with_a_mix_stops_when_nothing_gets_better(fresh, tmp_path):
+    """Learning rate 0: the base stays the best, so it is what is exported, after one validation."""
+    cfg = configure(fresh)
+    base = save_drafter(new_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)
+    words = ["train.domain=a", "train.mix=0.3", "train.patience=1", "train.lr=0.0"]
+    cfg = configure(fresh, *SETTINGS, *words, f"train.base={base}")
+    summary, losses, _ = outcome(cfg)
+    assert len(losses) == 20, "stopped at the first validation, of 40 steps"
+    assert summary["best_step"] == 0
+    exported = f"{summary['folder']}/model.safetensors"
+    assert load_file(exported).keys() == load_file(base / "model.safetensors").keys()
+    for name, tensor in load_file(exported).items():
+        assert torch.equal(tensor, load_file(base / "model.safetensors")[name])
+    data = train.training_set(cfg, 4)
+    assert {s.domain for s in data.samples[: data.num_main]} == {"a"}
+    assert {s.domain for s in data.samples[data.num_main :]} == {"b"}
+
+
+def test_a_loss_that_is_not_finite_stops_at_once(fresh):
+    with pytest.raises(ValueError, match=r"the loss of step \d+ is nan; its samples: [0-9a-f]{32}"):
+        train.run(configure(fresh, *SETTINGS, "train.lr=1e35"))
+
+
+def test_the_run_is_named_by_what_decides_its_result(work, tmp_path):
+    def name(*more):
+        cfg = configure(work, *more)
+        return plan.run_name(cfg, plan.run_shape(cfg))
+
+    same = ["train.workers=4", "train.device=cpu", "train.shard=fsdp", "train.micro_batch=1"]
+    same += ["train.cache_gib=0.5", "train.checkpoint_every=3"]
+    assert {name(word) for word in same} == {name()}
+    other = ["train.seed=1", "train.val_every=3", "train.mix=0.1", "train.max_slice_loss=0.2"]
+    other += ["train.domain=b", "train.patience=2"]
+    assert len({name("train.domain=a", word) for word in other} | {name()}) == 7
+    shape = drafter_config(configure(work))
+    for seed in (1, 2):
+        save_drafter(new_drafter(shape, seed), tmp_path / f"base{seed}", torch.bfloat16)
+    first, second = (name(f"train.base={tmp_path}/base{seed}") for seed in (1, 2))
+    assert first != second
+    shutil.copytree(tmp_path / "base1", tmp_path / "moved")
+    assert name(f"train.base={tmp_path}/moved") == first, "the weights count, not their place"
+    shutil.copytree(tmp_path / "base2", tmp_path / "base1", dirs_exist_ok=True)
+    assert name(f"train.base={tmp_path}/base1") == second
+
+
+def test_settings_that_need_missing_data_are_refused_before_ray(work, monkeypatch):
+    monkeypatch.setattr(train, "cluster", lambda cfg: pytest.fail("Ray was started"))
+    with pytest.raises(ValueError, match=r"'law' has no training sample; there are: a, b"):
+        train.run(configure(work, "train.domain=law"))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 1.0})
+    with pytest.raises(ValueError, match="the Ray cluster has 1 GPUs"):
+        train._scaling(configure(work, "train.device=cuda", "train.workers=2"))
+    on_gpu = train._scaling(configure(work, "train.workers=1"))
+    assert on_gpu.use_gpu
+    assert on_gpu.resources_per_worker == {"CPU": 8, "GPU": 1}
+    assert not train._scaling(configure(work, "train.device=cpu")).use_gpu
+
+
+def test_the_newest_complete_state_is_resumed(tmp_path):
+    assert newest_state(tmp_path) is None
+    for step in (8, 16, 24):
+        commit_state(tmp_path, step, {"step": step})
+    (tmp_path / ".step-00000032.pt.0badf00d.tmp").write_bytes(b"killed while writing")
+    newest = newest_state(tmp_path)
+    assert newest is not None
+    assert read_state(newest) == {"step": 24}
+    commit_state(tmp_path, 40, {"step": 40})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000024.pt", "step-00000040.pt"]
+
+
+def test_plan_tells_start_resume_and_reuse_and_its_numbers_hold(work, fresh, one):
+    """Checked against the run on one worker: amounts exactly or within noise, bytes in a factor."""
+    cfg = configure(fresh, *SETTINGS)
+    before = set(fresh.rglob("*"))
+    found = train.plan(cfg)["plan"]
+    assert set(fresh.rglob("*")) == before, "a plan writes nothing"
+    assert (found["does"], found["name"]) == ("start", one[0]["name"])
+    move_state(configure(work), found["name"], fresh)
+    resumed = train.plan(cfg)["plan"]
+    assert (resumed["does"], resumed["first_step"]) == ("resume", 32)
+    done = train.plan(configure(work, *SETTINGS))["plan"]
+    assert (done["does"], done["first_step"]) == ("reuse", 40)
+
+    summary, losses, _ = one
+    assert found["steps"] == len(losses)
+    assert found["samples"] == summary["samples"]
+    slots = summary["slots_per_second"] * summary["seconds"] / 40
+    assert found["block_tokens_per_step"] == pytest.approx(slots, rel=0.02)
+    state = work / "runs" / summary["name"] / "step-00000040.pt"
+    assert found["disk_bytes"]["one state"] == pytest.approx(state.stat().st_size, rel=0.25)
+    exported = work / "drafters" / summary["name"] / "model.safetensors"
+    assert found["disk_bytes"]["drafter"] == pytest.approx(exported.stat().st_size, rel=0.1)
+    memory = sum(found["memory_bytes"].values())
+    assert memory / 2 < summary["peak_memory_bytes"] < memory * 2

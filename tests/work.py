@@ -1,0 +1,64 @@
+"""A tiny work folder for jobs: a random target and its greedy traffic, up to its features."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash.decode import decode
+from dflash.target import load_target
+from dflash.train import generator
+from jobs import harvest, ingest
+from jobs.config import Config, load
+from tests.tiny import make_target
+
+NUM_REQUESTS = 48
+SETTINGS = [
+    "drafter.num_taps=3",
+    "drafter.block_size=5",
+    "drafter.mask_token_id=96",
+    "harvest.samples_per_shard=20",
+    "ingest.val_percent=15",
+    "ingest.test_percent=15",
+    "train.steps=12",
+    "train.val_every=4",
+    "train.checkpoint_every=4",
+    "target.dtype=float32",
+]
+
+
+def configure(folder: Path, *more: str) -> Config:
+    """The settings of a tiny run in `folder`."""
+    return load(None, [f"work={folder}", *SETTINGS, *more])
+
+
+def make_work(folder: Path) -> Path:
+    """Fill `folder`: target/, capture/, traffic/ and features/. Needs a Ray cluster."""
+    make_target(folder / "target")
+    target = load_target(folder / "target", torch.float32)
+    (folder / "capture").mkdir()
+    with open(folder / "capture" / "log.jsonl", "w") as log:
+        for i in range(NUM_REQUESTS):
+            prompt = torch.randint(1, 90, (4 + i % 5,), generator=generator("loop", i)).tolist()
+            answer = decode(target, prompt, 20, [0])
+            log.write(json.dumps(record(i, prompt, answer.output_ids)) + "\n")
+    cfg = configure(folder)
+    ingest.run(cfg)
+    harvest.run(cfg)
+    return folder
+
+
+def record(i: int, prompt: list[int], output: list[int]) -> dict[str, Any]:
+    """A line as the capture writes it; two domains take turns."""
+    return {
+        "v": 1,
+        "captured_at": "2026-01-02T03:04:05Z",
+        "request_id": f"r{i}",
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "finish_reason": "length",
+        "temperature": 0.0,
+        "conversation_id": f"c{i}",
+        "domain": "ab"[i % 2],
+    }
