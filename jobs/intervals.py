@@ -105,7 +105,7 @@ class Resamples:
 
     def sums(self, per_request: ArrayLike) -> Floats:
         """Values of requests, summed in their conversations [size]."""
-        return np.bincount(self.group, np.asarray(per_request, np.float64), self.size)
+        return np.bincount(self.group, np.asarray(per_request), self.size).astype(np.float64)
 
 
 def _interval(z: Floats, value: float, error: float) -> list[float] | None:

@@ -136,6 +136,7 @@ def generate(
     ends = target_config(cfg)["eos_token_id"]
     ends = ends if isinstance(ends, list) else [ends]
     # A fresh config: the folder's own may ask for sampling or penalties.
+    model: Any = target.model
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=longest, eos_token_id=ends, pad_token_id=ends[0]
     )
@@ -148,7 +149,7 @@ def generate(
             mask = torch.tensor(
                 [[0] * (widest - len(prompts[i])) + [1] * len(prompts[i]) for i in group]
             )
-            made = target.model.generate(
+            made = model.generate(
                 ids.to(target.embedding.device),
                 attention_mask=mask.to(target.embedding.device),
                 generation_config=settings,

@@ -70,6 +70,14 @@ TURNS = {
     "SPEED-Bench": ["one", "two"],
     "AIME": ["1+1"],
 }
+SAME = {
+    "MBPP sanitized": "MBPP",
+    "MT-Bench": "SPEED-Bench",
+    "MATH-500": "AIME",
+    "AIME (capitals)": "AIME",
+    "GSM8K": "AIME",
+}
+"""Shapes whose record above gives the turns of another."""
 
 
 def write(path, records):
@@ -82,9 +90,7 @@ def test_a_published_shape_is_recognised(tmp_path, shape):
     found = read_prompts(str(write(tmp_path / "set.jsonl", [RECORDS[shape]])), 0)
     assert (found.name, found.shape) == ("set", shape)
     [turns] = found.conversations
-    same = {"MBPP sanitized": "MBPP", "MT-Bench": "SPEED-Bench", "GSM8K": "AIME"}
-    same |= {"MATH-500": "AIME", "AIME (capitals)": "AIME"}
-    assert turns == TURNS[same.get(shape, shape)]
+    assert turns == TURNS[SAME.get(shape, shape)]
 
 
 def test_starter_code_is_part_of_the_prompt(tmp_path):

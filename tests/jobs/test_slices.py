@@ -6,7 +6,7 @@ from dflash.acceptance import num_rounds
 from jobs.slices import slices, taus_by_slice
 
 
-def row(domain="a", prompt=10, temperature=0.0, thinking=None, language=None):
+def row(domain="a", prompt=10, temperature: float | None = 0.0, thinking=None, language=None):
     return {
         "domain": domain,
         "prompt_ids": [0] * prompt,
