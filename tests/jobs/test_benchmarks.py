@@ -86,11 +86,11 @@ def write(path, records):
 
 
 @pytest.mark.parametrize("shape", [shape.name for shape in SHAPES])
-def test_a_published_shape_is_recognised(tmp_path, shape):
+def test_a_published_shape_is_recognised(tmp_path, shape: str):
     found = read_prompts(str(write(tmp_path / "set.jsonl", [RECORDS[shape]])), 0)
     assert (found.name, found.shape) == ("set", shape)
     [turns] = found.conversations
-    assert turns == TURNS[SAME[shape] if shape in SAME else shape]
+    assert turns == TURNS[SAME.get(shape, shape)]
 
 
 def test_starter_code_is_part_of_the_prompt(tmp_path):
