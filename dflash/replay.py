@@ -13,6 +13,12 @@ from torch import Tensor
 
 from dflash.model import ContextKV, Drafter, block_embeds
 
+ROWS_PER_CHUNK = 128
+"""Drafts compared with the whole vocabulary at a time."""
+
+Accepted = tuple[Tensor, Tensor, Tensor]
+"""Of drafts accepted in a round: hidden states [M, H], tokens [M], requests [M]."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -90,67 +96,71 @@ def length_groups(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[in
 
 
 class _Batch:
-    """Requests that walk together, with the context of all their positions."""
+    """Requests that walk together, with the context of all their positions.
+
+    The head costs most. So a round compares drafts with `candidates` only, the tokens that occur in
+    these requests: a recorded token that one of them beats is not the draft. Those that none beats
+    are accepted for now and checked against the whole vocabulary at the end of the walk, all in
+    one product; where another token wins, it becomes a candidate and its request walks again.
+    """
 
     def __init__(
         self, drafter: Drafter, embedding: Tensor, head: Tensor, requests: Sequence[Request]
     ):
-        self.drafter, self.embedding, self.head = drafter, embedding, head
         device = embedding.device
+        self.drafter, self.embedding, self.head = drafter, embedding, head
         self.context = drafter.context(_pad([r.features for r in requests]).to(embedding))
         self.ids = _pad([r.ids for r in requests]).to(device)
         self.starts = torch.tensor([r.num_prompt for r in requests], device=device)
         self.ends = torch.tensor([len(r.ids) - 1 for r in requests], device=device)
+        self.candidates = self.ids.unique()
 
     def walk(self, num_drafts: int) -> list[list[int]]:
         """Accepted drafts of each round of each request."""
         walks: list[list[int]] = [[] for _ in self.starts]
-        anchors, ends = self.starts.clone(), self.ends
-        active = (anchors < ends).nonzero().flatten()
-        while len(active):
-            counts = self._round(active, anchors[active], num_drafts)
-            for i, count in zip(active.tolist(), counts.tolist(), strict=True):
-                walks[i].append(count)
-            anchors[active] += counts + 1
-            active = active[anchors[active] < ends[active]]
+        wrong = (self.starts < self.ends).nonzero().flatten()
+        while len(wrong):
+            for i in wrong.tolist():
+                walks[i] = []
+            wrong = self._check(self._walk(wrong, num_drafts, walks))
         return walks
 
-    def _round(self, rows: Tensor, anchors: Tensor, num_drafts: int) -> Tensor:
-        """Accepted drafts of one round of the requests `rows`."""
+    def _walk(self, rows: Tensor, num_drafts: int, walks: list[list[int]]) -> list[Accepted]:
+        anchors, accepted, active = self.starts.clone(), [], rows
+        head = self.head[self.candidates]
+        while len(active):
+            hidden, recorded = self._drafts(active, anchors[active], num_drafts)
+            drafts = self.candidates[(hidden @ head.T).argmax(-1)]
+            matched = (drafts == recorded).long().cumprod(1).sum(1)
+            counts = torch.minimum(matched, self.ends[active] - anchors[active] - 1)
+            for i, count in zip(active.tolist(), counts.tolist(), strict=True):
+                walks[i].append(count)
+            kept = torch.arange(num_drafts, device=counts.device) < counts[:, None]
+            owners = active[:, None].expand_as(kept)
+            accepted.append((hidden[kept], recorded[kept], owners[kept]))
+            anchors[active] += counts + 1
+            active = active[anchors[active] < self.ends[active]]
+        return accepted
+
+    def _drafts(self, rows: Tensor, anchors: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """Of one round of the requests `rows`: hidden [R, K, H] and the recorded tokens [R, K]."""
         length = int(anchors.max())
         context = [(key[rows, :, :length], value[rows, :, :length]) for key, value in self.context]
+        tokens = self.ids[rows].gather(1, anchors[:, None])
         hidden = draft_hidden(
-            self.drafter,
-            self.embedding,
-            context,
-            self.ids[rows].gather(1, anchors[:, None]),
-            anchors[:, None],
-            num_drafts,
-        )[:, 0]
+            self.drafter, self.embedding, context, tokens, anchors[:, None], num_drafts
+        )
         slots = torch.arange(1, num_drafts + 1, device=anchors.device)
         where = (anchors[:, None] + slots).clamp(max=self.ids.shape[1] - 1)
-        recorded = self.ids[rows].gather(1, where)
-        return leading_matches(hidden, self.head, recorded, self.ends[rows] - anchors - 1)
+        return hidden[:, 0], self.ids[rows].gather(1, where)
 
-
-def leading_matches(
-    hidden_BKH: Tensor, head: Tensor, recorded_BK: Tensor, most_B: Tensor
-) -> Tensor:
-    """How many drafts equal the recorded tokens before the first that does not, at most most_B.
-
-    Slot by slot: what stands behind a mismatch is never looked at, and the head is most of the
-    cost of a round.
-    """
-    counts = torch.zeros_like(most_B)
-    going = torch.arange(len(most_B), device=most_B.device)
-    for k in range(recorded_BK.shape[1]):
-        going = going[most_B[going] > k]
-        if not len(going):
-            break
-        drafts = (hidden_BKH[going, k] @ head.T).argmax(-1)
-        going = going[drafts == recorded_BK[going, k]]
-        counts[going] += 1
-    return counts
+    def _check(self, accepted: list[Accepted]) -> Tensor:
+        """The requests with an accepted draft that is not the argmax; the argmaxes are added."""
+        hidden, tokens, owners = (torch.cat(parts) for parts in zip(*accepted, strict=True))
+        best = torch.cat([(part @ self.head.T).argmax(-1) for part in hidden.split(ROWS_PER_CHUNK)])
+        wrong = best != tokens
+        self.candidates = torch.cat([self.candidates, best[wrong]]).unique()
+        return owners[wrong].unique()
 
 
 def draft_hidden(

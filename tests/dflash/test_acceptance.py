@@ -70,7 +70,7 @@ def test_the_alpha_model_is_recovered_and_its_misfit_shows():
     fading = {1: 1.7, 3: 2.2, 7: 2.4}
     alpha = fit_alpha(fading)
     misfit = {k: tau - geometric_tau(alpha, k) for k, tau in fading.items()}
-    assert misfit[1] > 0.05
-    assert misfit[7] < -0.05
+    assert misfit[1] > 0.03
+    assert misfit[7] < -0.03
     with pytest.raises(ValueError, match="no tau"):
         fit_alpha({})

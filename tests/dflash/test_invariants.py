@@ -127,6 +127,15 @@ def test_many_k_at_once_equal_each_k_alone_in_any_batch(trained, target, samples
         replay_many(trained, *borrowed, some, [1, 6])
 
 
+def test_a_favourite_token_that_no_answer_holds_is_a_mismatch(drafter, target, samples):
+    """Alone, a request offers few tokens to compare with: here most drafts are none of them."""
+    for sample in samples[:4]:
+        prompt = sample.ids[~sample.loss_mask].tolist()
+        real = decode(target, prompt, 40, (), drafter, 5)
+        [known] = requests([sample])
+        assert replay(drafter, target.embedding, target.head, [known], 5) == [real.accepted]
+
+
 def test_oracle_reaches_the_block_size_and_random_stays_near_one(config, target, samples):
     """A drafter that passes its input through proposes the mask token; an answer of mask tokens
     is then predicted perfectly."""
