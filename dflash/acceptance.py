@@ -6,7 +6,7 @@ target's own, ends the round: a moves by accepted + 1. So for one request
 `sum(accepted + 1) == output tokens - 1`, and tau pools that over requests: a ratio of sums.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 Accepted = Sequence[Sequence[int]]
 """Per request the accepted drafts of each round, 0..K."""
@@ -66,3 +66,24 @@ def positions(accepted: Accepted, num_drafts: int) -> list[float]:
     if not counts:
         raise ValueError("no rounds: every answer is a single token or there are no requests")
     return [sum(c >= k for c in counts) / len(counts) for k in range(1, num_drafts + 1)]
+
+
+def geometric_tau(alpha: float, num_drafts: int) -> float:
+    """Tau if every draft were accepted with chance alpha, whatever its place: the classic model
+    (1 - alpha^(K+1)) / (1 - alpha) of arXiv 2211.17192. alpha 0.5, K 2 -> 1.75.
+    """
+    return sum(alpha**k for k in range(num_drafts + 1))
+
+
+def fit_alpha(tau_by_k: Mapping[int, float]) -> float:
+    """The alpha in 0..1, to four digits, that is nearest to the measured tau(K) in least squares.
+
+    Raises ValueError without a measurement.
+    """
+    if not tau_by_k:
+        raise ValueError("no tau(K) to fit alpha to")
+
+    def misfit(step: int) -> float:
+        return sum((geometric_tau(step / 1e4, k) - tau) ** 2 for k, tau in tau_by_k.items())
+
+    return min(range(10_001), key=misfit) / 1e4

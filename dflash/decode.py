@@ -1,4 +1,4 @@
-"""The reference decoder: real draft/verify rounds with a Transformers target, greedy, one request.
+"""The reference decoder: real draft/verify rounds with a Transformers target, one request.
 
 Slow and plain on purpose: replay, vLLM and z-lab's client are all judged against it.
 """
@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash.model import ContextKV, Drafter
-from dflash.replay import draft
+from dflash.replay import draft_hidden
+from dflash.sampling import GREEDY, Sampling, draft_probabilities, probabilities, verify
 from dflash.target import Taps, Target, backbone
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Output ids, accepted drafts per round, and the smallest top-2 logit gap of each token."""
+    """Output ids, accepted drafts per round, and the target's top-2 logit gap at each token."""
 
     output_ids: list[int]
     accepted: list[int]
@@ -32,26 +33,41 @@ def decode(
     eos_ids: Sequence[int] = (),
     drafter: Drafter | None = None,
     num_drafts: int = 0,
+    sampling: Sampling = GREEDY,
+    probabilistic: bool = False,
+    seed: int = 0,
 ) -> Decoded:
-    """Greedy decoding, with a drafter in rounds of `num_drafts`, without one token by token.
+    """Decode with a drafter in rounds of `num_drafts`, without one token by token.
 
-    Counts follow dflash.acceptance: cut at the end of text, first token from prefill.
+    Drafts are the drafter's argmax, or, `probabilistic`, drawn from its distribution at the same
+    temperature (vLLM's draft_sample_method; its default is the argmax). Counts follow
+    dflash.acceptance: cut at the end of text, first token from prefill.
     """
     state = _State(target, drafter)
-    tokens, gaps = state.verify(list(prompt_ids), last_only=True)
-    output, all_gaps, accepted = tokens, gaps, []
+    draw = torch.Generator().manual_seed(seed)
+    output: list[int] = []
+    accepted: list[int] = []
+    gaps: list[float] = []
     while not _ended(output, max_tokens, eos_ids):
-        drafts = state.propose(output[-1], num_drafts) if drafter is not None else []
-        verdict, gaps = state.verify([output[-1], *drafts])
-        matched = 0
-        while matched < len(drafts) and drafts[matched] == verdict[matched]:
-            matched += 1
-        state.keep(matched + 1)
-        emitted = _cut(verdict[: matched + 1], max_tokens - len(output), eos_ids)
-        output = output + emitted
-        all_gaps = all_gaps + gaps[: len(emitted)]
-        accepted.append(len(emitted) - 1)
-    return Decoded(output, accepted if drafter is not None else [], all_gaps)
+        drafts, q = [], None
+        if drafter is not None and output:
+            logits = state.propose(output[-1], num_drafts)
+            if probabilistic and sampling.temperature > 0:
+                q = draft_probabilities(logits, sampling)
+                drafts = torch.multinomial(q, 1, generator=draw).flatten().tolist()
+            else:
+                drafts = logits.argmax(-1).tolist()
+        known = output[-1:] or list(prompt_ids)  # the anchor; the first time, the prompt
+        logits = state.forward([*known, *drafts], rows=len(drafts) + 1)
+        matched, last = verify(probabilities(logits, sampling), drafts, q, draw)
+        state.keep(len(known) + matched)
+        emitted = _cut([*drafts[:matched], last], max_tokens - len(output), eos_ids)
+        if drafter is not None and output:
+            accepted.append(len(emitted) - 1)
+        best = logits[: len(emitted)].topk(2).values
+        gaps += (best[:, 0] - best[:, 1]).tolist()
+        output += emitted
+    return Decoded(output, accepted, gaps)
 
 
 class _State:
@@ -64,22 +80,18 @@ class _State:
         self.features: Tensor | None = None
         self.length = 0
 
-    def verify(self, ids: list[int], last_only: bool = False) -> tuple[list[int], list[float]]:
-        """The target's greedy token after each id (or only the last), with top-2 logit gaps."""
+    def forward(self, ids: list[int], rows: int) -> Tensor:
+        """The target's logits [rows, V], float32, behind the last `rows` of the new ids."""
         taps = self.drafter.cfg.target_layer_ids if self.drafter else ()
         with Taps(self.target.model, taps) as tapped:
             hidden = backbone(self.target.model)(
                 input_ids=torch.tensor([ids]), past_key_values=self.cache, use_cache=True
             ).last_hidden_state[0]
         self.features = tapped.joined() if taps else None
-        logits = self.target.logits(hidden[-1:] if last_only else hidden).float()
-        top = logits.topk(2, dim=-1)
-        if last_only:
-            self.keep(len(ids))
-        return top.indices[:, 0].tolist(), (top.values[:, 0] - top.values[:, 1]).tolist()
+        return self.target.logits(hidden[-rows:]).float()
 
     def keep(self, count: int) -> None:
-        """Keep the first `count` ids of the last verification, drop the rest from both caches."""
+        """Keep the first `count` ids of the last forward, drop the rest from both caches."""
         if self.features is not None and self.drafter is not None:
             new = self.drafter.context(self.features[:, :count], start=self.length)
             old = self.context or [(k[:, :, :0], v[:, :, :0]) for k, v in new]
@@ -92,22 +104,17 @@ class _State:
         if excess:
             self.cache.crop(-excess)
 
-    def propose(self, anchor_token: int, num_drafts: int) -> list[int]:
+    def propose(self, anchor_token: int, num_drafts: int) -> Tensor:
+        """The drafter's logits [K, V] behind the anchor."""
         assert self.drafter is not None
-        drafts = draft(
-            self.drafter,
-            self.target.embedding,
-            self.target.head,
-            self.context,
-            torch.tensor([[anchor_token]]),
-            torch.tensor([self.length]),
-            num_drafts,
-        )
-        return drafts[0].tolist()
+        anchor, position = torch.tensor([[anchor_token]]), torch.tensor([[self.length]])
+        embedding, head = self.target.embedding, self.target.head
+        hidden = draft_hidden(self.drafter, embedding, self.context, anchor, position, num_drafts)
+        return hidden[0, 0] @ head.T
 
 
 def _ended(output: list[int], max_tokens: int, eos_ids: Sequence[int]) -> bool:
-    return len(output) >= max_tokens or output[-1] in eos_ids
+    return len(output) >= max_tokens or (bool(output) and output[-1] in eos_ids)
 
 
 def _cut(tokens: list[int], room: int, eos_ids: Sequence[int]) -> list[int]:

@@ -5,13 +5,19 @@ exactly while it equals the recorded token. So one pass over the features gives 
 each round costs one drafter forward (facts/dflash.md section 3).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dflash.model import ContextKV, Drafter, block_embeds
+
+ROWS_PER_CHUNK = 128
+"""Drafts compared with the whole vocabulary at a time."""
+
+Accepted = tuple[Tensor, Tensor, Tensor]
+"""Of drafts accepted in a round: hidden states [M, H], tokens [M], requests [M]."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ def replay(
     head: Tensor,
     requests: Sequence[Request],
     num_drafts: int,
-    batch_size: int = 16,
+    batch_tokens: int = 16384,
 ) -> list[list[int]]:
     """Accepted drafts of every round of every request, in the order of `requests`.
 
@@ -43,66 +49,134 @@ def replay(
     not exist, and drafts for different K differ). Requests of one token have no round.
     Raises ValueError for K out of range.
     """
-    if not 1 <= num_drafts <= drafter.cfg.num_drafts:
-        raise ValueError(
-            f"k={num_drafts} is outside 1..{drafter.cfg.num_drafts} for a drafter of block size "
-            f"{drafter.cfg.block_size}"
-        )
-    accepted: list[list[int]] = [[] for _ in requests]
-    order = sorted(range(len(requests)), key=lambda i: len(requests[i].ids))
-    for start in range(0, len(order), batch_size):
-        group = order[start : start + batch_size]
-        walks = _walk(drafter, embedding, head, [requests[i] for i in group], num_drafts)
-        for i, rounds in zip(group, walks, strict=True):
-            accepted[i] = rounds
-    return accepted
+    return replay_many(drafter, embedding, head, requests, [num_drafts], batch_tokens)[num_drafts]
 
 
-def _walk(
-    drafter: Drafter, embedding: Tensor, head: Tensor, requests: Sequence[Request], num_drafts: int
-) -> list[list[int]]:
-    device = embedding.device
-    context = drafter.context(_pad([r.features for r in requests]).to(embedding))
-    ids = _pad([r.ids for r in requests]).to(device)
-    anchors = torch.tensor([r.num_prompt for r in requests], device=device)
-    ends = torch.tensor([len(r.ids) - 1 for r in requests], device=device)
-    slots = torch.arange(1, num_drafts + 1, device=device)
-    walks: list[list[int]] = [[] for _ in requests]
-    active = (anchors < ends).nonzero().flatten()
-    while len(active):
-        live = _select(context, active, int(anchors[active].max()))
-        here, row = anchors[active], ids[active]
-        drafts = draft(
-            drafter, embedding, head, live, row.gather(1, here[:, None]), here, num_drafts
-        )
-        where = (here[:, None] + slots).clamp(max=ids.shape[1] - 1)
-        matched = (drafts == row.gather(1, where)).long().cumprod(1).sum(1)
-        counts = torch.minimum(matched, ends[active] - here - 1)
-        for i, count in zip(active.tolist(), counts.tolist(), strict=True):
-            walks[i].append(count)
-        anchors[active] += counts + 1
-        active = active[anchors[active] < ends[active]]
-    return walks
-
-
-def draft(
+@torch.inference_mode()
+def replay_many(
     drafter: Drafter,
     embedding: Tensor,
     head: Tensor,
+    requests: Sequence[Request],
+    ks: Sequence[int],
+    batch_tokens: int = 16384,
+    progress: Callable[[int], object] = lambda done: None,
+) -> dict[int, list[list[int]]]:
+    """`replay` for several K; the context of a request is projected once for all of them.
+
+    batch_tokens: positions that are walked together, padding included. `progress` is told how many
+    requests are done now and then.
+    """
+    for k in ks:
+        if not 1 <= k <= drafter.cfg.num_drafts:
+            raise ValueError(
+                f"k={k} is outside 1..{drafter.cfg.num_drafts} for a drafter of block size "
+                f"{drafter.cfg.block_size}"
+            )
+    walks: dict[int, list[list[int]]] = {k: [[] for _ in requests] for k in ks}
+    for group in length_groups([len(request.ids) for request in requests], batch_tokens):
+        batch = _Batch(drafter, embedding, head, [requests[i] for i in group])
+        for k in ks:
+            for i, rounds in zip(group, batch.walk(k), strict=True):
+                walks[k][i] = rounds
+        progress(len(group))
+    return walks
+
+
+def length_groups(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices in groups of similar length, each within batch_tokens or of one request."""
+    group: list[int] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if group and lengths[i] * (len(group) + 1) > batch_tokens:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+class _Batch:
+    """Requests that walk together, with the context of all their positions.
+
+    The head costs most. So a round compares drafts with `candidates` only, the tokens that occur in
+    these requests: a recorded token that one of them beats is not the draft. Those that none beats
+    are accepted for now and checked against the whole vocabulary at the end of the walk, all in
+    one product; where another token wins, it becomes a candidate and its request walks again.
+    """
+
+    def __init__(
+        self, drafter: Drafter, embedding: Tensor, head: Tensor, requests: Sequence[Request]
+    ):
+        device = embedding.device
+        self.drafter, self.embedding, self.head = drafter, embedding, head
+        self.context = drafter.context(_pad([r.features for r in requests]).to(embedding))
+        self.ids = _pad([r.ids for r in requests]).to(device)
+        self.starts = torch.tensor([r.num_prompt for r in requests], device=device)
+        self.ends = torch.tensor([len(r.ids) - 1 for r in requests], device=device)
+        self.candidates = self.ids.unique()
+
+    def walk(self, num_drafts: int) -> list[list[int]]:
+        """Accepted drafts of each round of each request."""
+        walks: list[list[int]] = [[] for _ in self.starts]
+        wrong = (self.starts < self.ends).nonzero().flatten()
+        while len(wrong):
+            for i in wrong.tolist():
+                walks[i] = []
+            wrong = self._check(self._walk(wrong, num_drafts, walks))
+        return walks
+
+    def _walk(self, rows: Tensor, num_drafts: int, walks: list[list[int]]) -> list[Accepted]:
+        anchors, accepted, active = self.starts.clone(), [], rows
+        head = self.head[self.candidates]
+        while len(active):
+            hidden, recorded = self._drafts(active, anchors[active], num_drafts)
+            drafts = self.candidates[(hidden @ head.T).argmax(-1)]
+            matched = (drafts == recorded).long().cumprod(1).sum(1)
+            counts = torch.minimum(matched, self.ends[active] - anchors[active] - 1)
+            for i, count in zip(active.tolist(), counts.tolist(), strict=True):
+                walks[i].append(count)
+            kept = torch.arange(num_drafts, device=counts.device) < counts[:, None]
+            owners = active[:, None].expand_as(kept)
+            accepted.append((hidden[kept], recorded[kept], owners[kept]))
+            anchors[active] += counts + 1
+            active = active[anchors[active] < self.ends[active]]
+        return accepted
+
+    def _drafts(self, rows: Tensor, anchors: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """Of one round of the requests `rows`: hidden [R, K, H] and the recorded tokens [R, K]."""
+        length = int(anchors.max())
+        context = [(key[rows, :, :length], value[rows, :, :length]) for key, value in self.context]
+        tokens = self.ids[rows].gather(1, anchors[:, None])
+        hidden = draft_hidden(
+            self.drafter, self.embedding, context, tokens, anchors[:, None], num_drafts
+        )
+        slots = torch.arange(1, num_drafts + 1, device=anchors.device)
+        where = (anchors[:, None] + slots).clamp(max=self.ids.shape[1] - 1)
+        return hidden[:, 0], self.ids[rows].gather(1, where)
+
+    def _check(self, accepted: list[Accepted]) -> Tensor:
+        """The requests with an accepted draft that is not the argmax; the argmaxes are added."""
+        hidden, tokens, owners = (torch.cat(parts) for parts in zip(*accepted, strict=True))
+        best = torch.cat([(part @ self.head.T).argmax(-1) for part in hidden.split(ROWS_PER_CHUNK)])
+        wrong = best != tokens
+        self.candidates = torch.cat([self.candidates, best[wrong]]).unique()
+        return owners[wrong].unique()
+
+
+def draft_hidden(
+    drafter: Drafter,
+    embedding: Tensor,
     context: ContextKV,
-    anchor_tokens_B1: Tensor,
-    anchors_B: Tensor,
+    anchor_tokens_BN: Tensor,
+    anchors_BN: Tensor,
     num_drafts: int,
 ) -> Tensor:
-    """Greedy drafts [B, K] of one block per sequence, K+1 slots as vLLM lays them out."""
-    embeds = block_embeds(embedding, anchor_tokens_B1, drafter.cfg.mask_token_id, num_drafts + 1)
-    hidden = drafter(context, embeds, anchors_B[:, None])[:, 0, 1:]
-    logits = hidden.reshape(-1, hidden.shape[-1]) @ head.T
-    return logits.argmax(-1).view(len(anchors_B), num_drafts)
+    """Hidden states [B, N, K, H] of the drafts behind each anchor; times head.T, their logits.
 
-
-def _select(context: ContextKV, rows: Tensor, length: int) -> ContextKV:
-    return [(key[rows, :, :length], value[rows, :, :length]) for key, value in context]
+    K+1 slots are laid out, as vLLM does.
+    """
+    embeds = block_embeds(embedding, anchor_tokens_BN, drafter.cfg.mask_token_id, num_drafts + 1)
+    return drafter(context, embeds, anchors_BN)[:, :, 1:]
 
 
 def _pad(tensors: Sequence[Tensor]) -> Tensor:

@@ -240,6 +240,13 @@ class Evaluate:
     )
     split: Literal["val", "test"] = setting("test", "split that is replayed")
     bootstrap: int = setting(1000, "resamples (of conversations) behind the interval", minimum=100)
+    regression: list[str] = setting(
+        [], "further prompts to replay: JSONL files in the shapes of benchmarks, or humaneval"
+    )
+    regression_prompts: int = setting(
+        64, "prompts taken from each regression set, evenly spaced; 0: all", minimum=0
+    )
+    regression_tokens: int = setting(256, "longest answer to a regression prompt", minimum=2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

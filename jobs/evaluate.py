@@ -1,31 +1,38 @@
-"""flywheel evaluate [FOLDER] [evaluate.baseline=FOLDER] [evaluate.split=test]
+"""flywheel evaluate [FOLDER] [evaluate.baseline=FOLDER] [evaluate.regression=humaneval,FILE]
 
-Replay a drafter (and a baseline) on held-out greedy conversations: one acceptance/ row per request
-and K, <work>/evaluations/<drafter>.json with tau, intervals and the comparison, and a report page.
+Replay a drafter (and a baseline) on held-out conversations, greedy and sampled, and on regression
+sets: one acceptance/ row per request and K, <work>/evaluations/<drafter>.json with tau, intervals,
+slices and the comparison, and a report page.
 """
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dflash.acceptance import num_rounds, positions, tau, tau_macro
+from dflash.acceptance import num_rounds, tau
 from dflash.checkpoint import compat_fields, compat_key, load_drafter, read_config, weights_sha256
 from dflash.model import Drafter, new_drafter
-from dflash.replay import Request, replay
+from dflash.replay import Request, replay, replay_many
 from dflash.target import load_borrowed, resolve_dtype, target_id
 from jobs.cli import run_as_module
 from jobs.config import Config
-from jobs.console import print_table
+from jobs.console import console, print_table
+from jobs.describe import by_k, describe, gain
+from jobs.intervals import Resamples
 from jobs.registry import resolve
+from jobs.regression import load_sets
 from jobs.report import write_report
 from jobs.samples import load_requests
 from jobs.shape import drafter_config
+from jobs.slices import Row, Walks
 from store.files import commit
 from store.ids import drafter_version, short_hash
 from store.schemas import ACCEPTANCE
@@ -37,9 +44,22 @@ from store.shards import (
     write_shard,
 )
 
-Row = dict[str, Any]
 Borrowed = tuple[Tensor, Tensor]
 """The target's embedding and head."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """A drafter of the comparison."""
+
+    folder: Path
+    drafter: Drafter
+    version: str | None = None  # in the registry
+
+    @property
+    def k(self) -> int:
+        """Drafts per round: all that its block holds."""
+        return self.drafter.cfg.num_drafts
 
 
 def run(cfg: Config) -> dict[str, Any]:
@@ -50,39 +70,68 @@ def run(cfg: Config) -> dict[str, Any]:
     folder = find_drafter(cfg, cfg.evaluate.drafter)
     identity = target_id(cfg.target_path)
     check_shape(cfg, folder)
-    rows, requests = load_requests(cfg, cfg.evaluate.split)
-    if not num_rounds([[0]] * sum(r.num_output > 1 for r in requests)):
+    rows, requests = load_requests(cfg, cfg.evaluate.split, sampled=True)
+    if not any(r.num_output > 1 for r in requests):
         raise ValueError(
-            f"no greedy {cfg.evaluate.split} sample of target {identity} in {cfg.path('traffic')}: "
+            f"no {cfg.evaluate.split} sample of target {identity} in {cfg.path('traffic')}: "
             "ingest more conversations or set evaluate.split"
         )
     borrowed = load_borrowed(cfg.target_path, resolve_dtype(cfg.target.dtype))
-    drafter = load_drafter(folder, borrowed[0].dtype)
-    walks = replay_all(drafter, borrowed, requests)
-    commit_walks(cfg, identity, folder, drafter, rows, walks)
-    full = drafter.cfg.num_drafts
+    ours = Side(folder=folder, drafter=load_drafter(folder, borrowed[0].dtype))
+    theirs = baseline_side(cfg, folder, borrowed[0].dtype)
+    sides = [ours] if theirs is None else [ours, theirs]
+    found = [replay_all(side.drafter, borrowed, requests) for side in sides]
+    for side, walks in zip(sides, found, strict=True):
+        commit_walks(cfg, identity, side.folder, side.drafter, rows, walks)
+    walks = found[0]
     evaluation = {
         "drafter": folder.name,
         "weights_sha256": weights_sha256(folder),
         "target_id": identity,
-        "compat_key": compat_key(drafter.cfg, identity),
-        "compat": compat_fields(drafter.cfg, identity),
+        "compat_key": compat_key(ours.drafter.cfg, identity),
+        "compat": compat_fields(ours.drafter.cfg, identity),
         "split": cfg.evaluate.split,
-        "samples": len(rows),
-        "rounds": num_rounds(walks[full]),
-        "k": full,
-        "tau": describe(cfg, rows, walks[full], full),
-        "tau_by_k": {k: tau(walks[k]) for k in sorted(walks)},
+        "k": ours.k,
+        **compare(cfg, rows, sides, [w[side.k] for side, w in zip(sides, found, strict=True)]),
+        **by_k(walks),
         "tau_by_k_domain": {
             name: {k: tau(pick(rows, walks[k], name)) for k in sorted(walks)}
             for name in domains(rows)
         },
-        "baseline": _baseline(cfg, identity, folder, rows, requests, borrowed, walks[full]),
+        "regression": {
+            name: compare(
+                cfg, more, sides, [replay(side.drafter, *borrowed, asked, side.k) for side in sides]
+            )
+            for name, (more, asked) in load_sets(cfg).items()
+        },
     }
     evaluation = save_json(cfg.path("evaluations", f"{folder.name}.json"), evaluation)
     _print(evaluation)
     report = write_report(cfg, cfg.path("reports", f"{folder.name}.html"))
     return {"stage": "evaluate", "report": str(report), **evaluation}
+
+
+def compare(
+    cfg: Config, rows: list[Row], sides: Sequence[Side], walks: Sequence[Walks]
+) -> dict[str, Any]:
+    """Tau of the first side and, if there is a second, the paired gain over it as `baseline`."""
+    draws = Resamples([row["conversation_id"] for row in rows], cfg.evaluate.bootstrap)
+    found = {
+        "samples": len(rows),
+        "rounds": num_rounds(walks[0]),
+        "tau": describe(draws, rows, walks[0], sides[0].k),
+        "baseline": None,
+    }
+    if len(sides) > 1:
+        other = sides[1]
+        found["baseline"] = {
+            "version": other.version,
+            "drafter": other.folder.name,
+            "weights_sha256": weights_sha256(other.folder),
+            "tau": describe(draws, rows, walks[1], other.k),
+            **gain(draws, rows, walks[0], walks[1], min(side.k for side in sides)),
+        }
+    return found
 
 
 def find_drafter(cfg: Config, named: str) -> Path:
@@ -110,9 +159,13 @@ def check_shape(cfg: Config, folder: Path) -> None:
 def replay_all(
     drafter: Drafter, borrowed: Borrowed, requests: list[Request]
 ) -> dict[int, list[list[int]]]:
-    """Walks for every K from 1 to block_size - 1."""
-    bar = tqdm(range(1, drafter.cfg.num_drafts + 1), desc="replay", unit="K")
-    return {k: replay(drafter, *borrowed, requests, k) for k in bar}
+    """Walks for every K from 1 to block_size - 1.
+
+    K drafts are served as a block of K + 1 slots, so this is every smaller block size, too.
+    """
+    ks = range(1, drafter.cfg.num_drafts + 1)
+    with tqdm(total=len(requests), desc="replay", unit="request") as bar:
+        return replay_many(drafter, *borrowed, requests, ks, progress=bar.update)
 
 
 def commit_walks(
@@ -157,7 +210,7 @@ def acceptance_row(
         "domain": row["domain"],
         "k": k,
         "block_size": block_size,
-        "temperature": 0.0,
+        "temperature": row["temperature"],
         "accepted": accepted,
         "drafted": [k] * len(accepted),
         "prompt_tokens": len(row["prompt_ids"]),
@@ -178,21 +231,6 @@ def commit_rows(cfg: Config, key: str, rows: list[Row], inputs: dict[str, Any]) 
     write_manifest(folder, key, [shard], inputs, replaces=older)
 
 
-def describe(cfg: Config, rows: list[Row], accepted: list[list[int]], k: int) -> dict[str, Any]:
-    """Tau pooled, macro, per domain, per position, and a bootstrap interval by conversation."""
-    draws = bootstrap(rows, [accepted], cfg.evaluate.bootstrap)[0]
-    return {
-        "pooled": tau(accepted),
-        "macro": tau_macro(accepted),
-        "domains": {name: tau(pick(rows, accepted, name)) for name in domains(rows)},
-        "positions": positions(accepted, k),
-        "positions_by_domain": {
-            name: positions(pick(rows, accepted, name), k) for name in domains(rows)
-        },
-        "ci": interval(draws),
-    }
-
-
 def domains(rows: list[Row]) -> list[str]:
     """Domains that have a round, sorted."""
     return sorted({row["domain"] for row in rows if len(row["output_ids"]) > 1})
@@ -203,36 +241,8 @@ def pick(rows: list[Row], accepted: list[list[int]], domain: str) -> list[list[i
     return [a for row, a in zip(rows, accepted, strict=True) if row["domain"] == domain]
 
 
-def bootstrap(rows: list[Row], walks: list[list[list[int]]], count: int) -> np.ndarray:
-    """Resampled pooled tau [len(walks), count]; conversations are drawn, the same for all walks."""
-    names = sorted({row["conversation_id"] for row in rows})
-    where = {name: i for i, name in enumerate(names)}
-    group = np.array([where[row["conversation_id"]] for row in rows])
-    weights = np.random.default_rng(0).multinomial(len(names), [1 / len(names)] * len(names), count)
-    found = []
-    for walk in walks:
-        tokens = np.bincount(group, [sum(a) + len(a) for a in walk], len(names))
-        rounds = np.bincount(group, [len(a) for a in walk], len(names))
-        with np.errstate(invalid="ignore"):
-            found.append((weights @ tokens) / (weights @ rounds))
-    return np.stack(found)
-
-
-def interval(draws: np.ndarray) -> list[float]:
-    """The 95 % percentile interval."""
-    return [float(x) for x in np.nanpercentile(draws, [2.5, 97.5])]
-
-
-def _baseline(
-    cfg: Config,
-    identity: str,
-    folder: Path,
-    rows: list[Row],
-    requests: list[Request],
-    borrowed: Borrowed,
-    ours: list[list[int]],
-) -> dict[str, Any] | None:
-    """Paired comparison with evaluate.baseline, else with the champion, else None."""
+def baseline_side(cfg: Config, folder: Path, dtype: torch.dtype) -> Side | None:
+    """evaluate.baseline, else the champion, if that is another drafter than `folder`."""
     version, base = None, Path(cfg.evaluate.baseline) if cfg.evaluate.baseline else None
     if base is None:
         champion = resolve(cfg, "champion")
@@ -240,19 +250,7 @@ def _baseline(
             return None
         version, base = champion
     check_shape(cfg, base)
-    drafter = load_drafter(base, borrowed[0].dtype)
-    walks = replay_all(drafter, borrowed, requests)
-    commit_walks(cfg, identity, base, drafter, rows, walks)
-    theirs = walks[drafter.cfg.num_drafts]
-    draws = bootstrap(rows, [ours, theirs], cfg.evaluate.bootstrap)
-    return {
-        "version": version,
-        "drafter": base.name,
-        "weights_sha256": weights_sha256(base),
-        "tau": describe(cfg, rows, theirs, drafter.cfg.num_drafts),
-        "delta": tau(ours) - tau(theirs),
-        "delta_ci": interval(draws[0] - draws[1]),
-    }
+    return Side(folder=base, drafter=load_drafter(base, dtype), version=version)
 
 
 def untrained_walks(cfg: Config, requests: list[Request], k: int) -> list[list[int]]:
@@ -271,17 +269,39 @@ def save_json(path: Path, value: dict[str, Any]) -> dict[str, Any]:
 
 def _print(evaluation: dict[str, Any]) -> None:
     measured = evaluation["tau"]
-    low, high = measured["ci"]
+    lines = [
+        ["pooled", measured["pooled"], _words(measured["ci"])],
+        ["macro (mean of requests)", measured["macro"], ""],
+    ]
+    for dimension, parts in measured["slices"].items():
+        lines += [[f"{dimension} {n}", p["tau"], _words(p["ci"])] for n, p in parts.items()]
+    title = f"Replay of {evaluation['drafter']} on {evaluation['split']}, K = {evaluation['k']}"
+    print_table(title, ["slice", "tau", "95 % interval"], lines)
+    alpha = evaluation["alpha"]
     print_table(
-        f"Replay of {evaluation['drafter']} on {evaluation['split']}, K = {evaluation['k']}",
-        ["slice", "tau"],
-        [
-            ["pooled", measured["pooled"]],
-            ["95 % interval", f"{low:.3f} .. {high:.3f}"],
-            ["macro (mean of requests)", measured["macro"]],
-            *[[f"domain {name}", value] for name, value in measured["domains"].items()],
-        ],
+        f"By K, and what one acceptance chance of {alpha['fit']:.3f} would give",
+        ["K", "tau", "model", "misfit"],
+        [[k, t, alpha["tau"][k], alpha["misfit"][k]] for k, t in evaluation["tau_by_k"].items()],
     )
+    compared = {f"on {evaluation['split']}": evaluation} | evaluation["regression"]
+    for name, found in evaluation["regression"].items():
+        console.print(f"{name}: tau {found['tau']['pooled']:.3f} ({_words(found['tau']['ci'])})")
+    for name, found in compared.items():
+        if found["baseline"]:
+            _print_gain(name, found["baseline"])
+
+
+def _print_gain(name: str, baseline: dict[str, Any]) -> None:
+    needed = ", ".join(f"{n}: {c}" for n, c in baseline["conversations_for"].items() if c)
+    console.print(
+        f"gain over {baseline['drafter']}, {name}: {baseline['delta']:+.3f} "
+        f"({_words(baseline['delta_ci'])}) on {baseline['conversations']} conversations; "
+        f"conversations that a gain of so much needs: {needed or 'unknown'}"
+    )
+
+
+def _words(ci: list[float] | None) -> str:
+    return "too few conversations" if ci is None else f"{ci[0]:.3f} .. {ci[1]:.3f}"
 
 
 if __name__ == "__main__":

@@ -42,10 +42,17 @@ def refusals(limits: Promote, evaluation: Fields, champion: Version | None) -> l
         reasons.append(f"tau {tau['pooled']:.3f} is below promote.min_tau {limits.min_tau}")
     baseline = evaluation["baseline"]
     if champion is None or baseline is None:
-        gain, domains = tau["ci"][0] - 1.0, dict.fromkeys(tau["domains"], 1.0)
+        interval, domains = tau["ci"], dict.fromkeys(tau["domains"], 1.0)
+        gain = interval and interval[0] - 1.0
     else:
-        gain, domains = baseline["delta_ci"][0], baseline["tau"]["domains"]
-    if not gain > limits.min_gain:
+        interval, domains = baseline["delta_ci"], baseline["tau"]["domains"]
+        gain = interval and interval[0]
+    if gain is None:
+        reasons.append(
+            "too few held-out conversations, or accepted drafts in them, for an interval: ingest "
+            "more traffic, or raise ingest.test_percent"
+        )
+    elif not gain > limits.min_gain:
         reasons.append(
             f"the lower end of the tau gain is {gain:+.3f}, not above promote.min_gain "
             f"{limits.min_gain:+.3f}"
@@ -56,6 +63,12 @@ def refusals(limits: Promote, evaluation: Fields, champion: Version | None) -> l
             reasons.append(
                 f"domain {domain} loses {loss:.3f} tau, more than promote.max_domain_loss "
                 f"{limits.max_domain_loss}"
+            )
+    for name, found in evaluation.get("regression", {}).items():
+        if found["baseline"] and -found["baseline"]["delta"] > limits.max_domain_loss:
+            reasons.append(
+                f"regression set {name} loses {-found['baseline']['delta']:.3f} tau, more than "
+                f"promote.max_domain_loss {limits.max_domain_loss}"
             )
     return reasons
 

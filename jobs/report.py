@@ -130,7 +130,9 @@ class Facts:
                 and found["weights_sha256"][:12] == row["drafter_version"]
                 and found["k"] == row["k"]
             ):
-                return found["tau"]["ci"]
+                whole = found["tau"]
+                greedy = whole.get("slices", {}).get("temperature", {}).get("0", whole)
+                return greedy["ci"]
         return None
 
     def _subject(self) -> str | None:
@@ -227,6 +229,11 @@ def _comparison(facts: Facts) -> str:
         return (
             "When this drafter was evaluated there was no champion to compare it with: it stands "
             "against no drafter, tau 1."
+        )
+    if baseline["delta_ci"] is None:
+        return (
+            f"Compared with {baseline['drafter']} tau differs by {baseline['delta']:+.3f}; there "
+            "are too few conversations for an interval."
         )
     low, high = baseline["delta_ci"]
     verdict = "better" if low > 0 else "worse" if high < 0 else "not distinguishable"

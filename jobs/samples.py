@@ -77,20 +77,28 @@ def make_request(row: dict, features: torch.Tensor) -> Request:
     return Request(ids, len(row["prompt_ids"]), features)
 
 
-def load_requests(cfg: Config, split: str) -> tuple[list[dict], list[Request]]:
-    """Greedy rows of a split with their requests, in sample_id order."""
+def load_requests(
+    cfg: Config, split: str, sampled: bool = False
+) -> tuple[list[dict], list[Request]]:
+    """Rows of a split with their requests, in sample_id order: greedy ones, or `sampled`, all."""
     identity = target_id(cfg.target_path)
     rows = read_traffic(cfg.path("traffic"), identity, split).to_pylist()
-    rows = [row for row in rows if row["temperature"] == 0.0]
+    rows = [row for row in rows if sampled or row["temperature"] == 0.0]
+    return rows, with_features(cfg, rows)
+
+
+def with_features(cfg: Config, rows: list[dict]) -> list[Request]:
+    """TRAFFIC rows as requests to replay. Raises ValueError for rows that were not harvested."""
+    identity = target_id(cfg.target_path)
     names = {row["sample_id"] for row in rows}
     features = _features(features_folder(cfg, identity), cfg, identity, names)
     missing = names - features.keys()
     if missing:
         raise ValueError(
-            f"{len(missing)} {split} samples have no features (for instance {min(missing)}): "
-            "run `flywheel harvest`"
+            f"{len(missing)} of {len(names)} samples have no features (for instance "
+            f"{min(missing)}): run `flywheel harvest`"
         )
-    return rows, [make_request(row, features[row["sample_id"]]) for row in rows]
+    return [make_request(row, features[row["sample_id"]]) for row in rows]
 
 
 def _features(folder: Path, cfg: Config, identity: str, wanted: set[str]) -> dict:

@@ -70,7 +70,9 @@ def connect(cfg: Config) -> duckdb.DuckDBPyConnection:
     for view, (folder, schema) in DATASETS.items():
         paths = [str(path) for path in shard_paths(cfg.path(folder))]
         if paths:
-            connection.read_parquet(paths, hive_partitioning=False).create_view(view)
+            connection.read_parquet(paths, hive_partitioning=False, union_by_name=True).create_view(
+                view
+            )
         else:
             connection.register(view, schema.empty_table())  # a glob over nothing is an error
     connection.register("promotion_rows", promotions.read_table(cfg.path("promotions")))

@@ -31,6 +31,7 @@ from jobs.registry import resolve
 from jobs.samples import load_requests
 from jobs.serve import server
 from jobs.shape import target_config
+from jobs.slices import taus_by_slice
 from serving.acceptance import served_row
 from serving.client import Completion, Request, compare_speed, complete
 from serving.greedy import greedy_check
@@ -79,6 +80,7 @@ def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[st
     reference = check_reference(cfg, folder, rows)
     walks = stored_walks(cfg, sha, rows)
     taus = {n: tau(pick(rows, walk, domain)) for n, walk in walks.items()}
+    by_slice = taus_by_slice(rows, walks)
     with ExitStack() as running:
         plain, *probes = start_servers(cfg, folder, [[], *probe_ks(cfg, taus)], running)
         costs = probe(cfg, plain, probes, narrow)
@@ -105,6 +107,9 @@ def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[st
     result = {
         "k": k,
         "k_by_batch_size": chosen,
+        "k_by_slice": {
+            name: list(choose(of_slice, costs)) for name, of_slice in by_slice.items() if costs
+        },
         "speed_domain": domain,
         "predicted": {str(b): predicted(taus, costs, b) for b in BATCHES} if costs else {},
         "costs": [asdict(cost) for cost in costs],
@@ -347,6 +352,8 @@ def show(result: dict[str, Any]) -> None:
         )
     k_by_batch = ", ".join(map(str, result["k_by_batch_size"]))
     console.print(f"K chosen for batch size 1, 2, ... (the last for all larger): {k_by_batch}")
+    for name, ks in result["k_by_slice"].items():
+        console.print(f"  {name} alone: {', '.join(map(str, ks))}")
     speeds = [
         [
             s["concurrency"],

@@ -11,16 +11,25 @@ def rounds(answer: Completion) -> tuple[list[int], list[int]]:
     """(accepted, drafted) per round of one answer, cut at its end like every tau of this project.
 
     vLLM counts drafts that matched beyond the end of text or the length limit; they were never
-    emitted. Raises ValueError if the server did not draft or did not report per step.
+    emitted. It does not count the last step of an answer that fills max_model_len, for which no
+    draft has room: here it is a round that drafted nothing. An answer of one token has no round.
+    Raises ValueError if the server reports nothing per step: it did not draft, or a stop string
+    ended the answer (its metrics then never leave the engine).
     """
-    steps = answer.spec or {}
-    if "per_step_accepted" not in steps:
+    steps = answer.spec or {"num_spec_steps": None}
+    counts, drafted = steps.get("per_step_accepted"), steps.get("per_step_drafted")
+    if counts is None and steps["num_spec_steps"] != 0:
         raise ValueError(
             f"answer {answer.request_id} has no speculative metrics: serve with a drafter and "
-            "--per-request-spec-decode-metrics detailed"
+            "--per-request-spec-decode-metrics detailed, and end answers by tokens "
+            "(stop_token_ids, max_tokens), not by stop strings"
         )
-    accepted = cut_at_end(steps["per_step_accepted"], len(answer.output_ids))
-    return accepted, list(steps["per_step_drafted"][: len(accepted)])
+    counts, drafted = counts or [], drafted or []
+    emitted = sum(counts) + len(counts) + 1
+    if answer.finish_reason == "length" and len(answer.output_ids) == emitted + 1:
+        counts, drafted = [*counts, 0], [*drafted, 0]
+    accepted = cut_at_end(counts, len(answer.output_ids))
+    return accepted, list(drafted[: len(accepted)])
 
 
 def served_row(

@@ -36,7 +36,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-LABELS = ("conversation", "domain", "tenant", "consent")
+LABELS = ("conversation", "domain", "language", "tenant", "consent")
 MAX_RESPONSE_BYTES = 64 << 20
 REFUSALS = {"false", "no", "0"}
 

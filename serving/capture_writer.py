@@ -22,7 +22,7 @@ class Exchange:
     captured_at: str  # ISO 8601, UTC
     endpoint: str
     request: dict[str, Any]
-    labels: dict[str, str | None]  # conversation, domain, tenant, consent
+    labels: dict[str, str | None]  # serving.capture.LABELS
     constants: dict[str, str | None]  # target_id, drafter, adapter
     defaults: dict[str, Any]  # sampling parameters of a request that names none
     chunks: list[bytes]
@@ -116,6 +116,7 @@ def records(exchange: Exchange) -> Iterator[dict[str, Any]]:
             "stream": bool(request.get("stream")),
             "conversation_id": exchange.labels["conversation"],
             "domain": exchange.labels["domain"],
+            "language": exchange.labels["language"],
             "tenant": exchange.labels["tenant"],
             "consent": exchange.labels["consent"],
             "thinking": template.get("enable_thinking"),

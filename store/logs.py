@@ -27,6 +27,17 @@ MAX_REJECT_BYTES = 64 << 10
 # its tokens are the target's own; nothing labels an end of turn that never came.
 FINISH_REASONS = {"stop", "length", "tool_calls", "function_call", "repetition", "abort", None}
 
+METADATA = (
+    "conversation_id",
+    "domain",
+    "language",
+    "tenant",
+    "consent",
+    "target_id",
+    "adapter",
+)
+"""What the openai shape reads from the request's metadata."""
+
 REASONS = {
     "not_json": "the line is not a JSON value",
     "cut_line": "the last line ends inside a JSON value (writer killed, or still writing)",
@@ -182,10 +193,7 @@ def _from_openai(request: dict[str, Any], response: dict[str, Any]) -> list[dict
     if not isinstance(metadata, dict) or not isinstance(template, dict):
         raise _Refused("bad_field:metadata")
     shared = {name: request.get(name) for name in ("temperature", "top_p", "top_k", "seed")}
-    shared |= {
-        name: metadata.get(name)
-        for name in ("conversation_id", "domain", "tenant", "consent", "target_id", "adapter")
-    }
+    shared |= {name: metadata.get(name) for name in METADATA}
     shared |= {
         "request_id": response.get("id"),
         "captured_at": response.get("created"),
@@ -242,6 +250,7 @@ def _row(record: dict[str, Any], source: str, rules: Rules) -> dict[str, Any]:
         "repeat_count": 1,
         "request_id": _text(record, "request_id"),
         "adapter": None,
+        "language": _text(record, "language"),
     }
 
 

@@ -35,8 +35,11 @@ TRAFFIC = pa.schema(
         ("repeat_count", pa.int32()),  # how often this exact sample was seen
         ("request_id", pa.string()),
         ("adapter", pa.string()),
+        ("language", pa.string()),  # as the log names it; nothing guesses it
     ]
 )
+LATER = ("language",)
+"""Columns that older shards do not have: read as null."""
 
 FEATURES = pa.schema(
     [

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from store import files
 from store.files import sweep
-from store.schemas import count_tokens
+from store.schemas import LATER, count_tokens
 
 __all__ = [
     "ShardInfo",
@@ -216,9 +216,14 @@ def read_dataset(
     for path in shard_paths(folder):
         try:
             found = pq.read_schema(path)
-            if not found.equals(schema, check_metadata=False):
+            absent = [name for name in LATER if name in schema.names and name not in found.names]
+            present = pa.schema([field for field in schema if field.name not in absent])
+            if not found.equals(present, check_metadata=False):
                 raise ValueError(f"{path}: columns {found.names} do not fit {schema.names}")
-            table = pq.read_table(path, columns=wanted, filters=filters, partitioning=None)  # pyright: ignore[reportArgumentType]
+            names = [name for name in wanted if name not in absent]
+            table = pq.read_table(path, columns=names, filters=filters, partitioning=None)  # pyright: ignore[reportArgumentType]
+            for name in absent:
+                table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
         except (OSError, pa.ArrowInvalid) as error:
             raise ValueError(f"{path}: cannot be read ({error}); {_REPAIR}") from error
         tables.append(table.select(wanted).cast(out))

@@ -7,7 +7,7 @@ from dflash.acceptance import num_rounds, positions, tau
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.decode import decode
 from dflash.model import block_embeds, new_drafter
-from dflash.replay import Request, replay
+from dflash.replay import Request, replay, replay_many
 
 ANCHORS = torch.tensor([[7, 10, 20]])
 
@@ -105,6 +105,35 @@ def test_replay_with_end_of_text_equals_reference_decode(trained, target, sample
         assert real.output_ids == answer[:length]
         short = Request(sample.ids[: len(prompt) + length], len(prompt), sample.features)
         assert replay(trained, target.embedding, target.head, [short], 5) == [real.accepted]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 9])
+def test_replay_of_a_length_limit_equals_reference_decode(trained, target, samples, limit):
+    """Answers shorter than a block, and one token, which comes from prefill and has no round."""
+    for sample in samples[:6]:
+        num_prompt = int((~sample.loss_mask).sum())
+        real = decode(target, sample.ids[:num_prompt].tolist(), limit, (), trained, 5)
+        short = Request(sample.ids[: num_prompt + limit], num_prompt, sample.features)
+        assert real.output_ids == short.ids[num_prompt:].tolist()
+        assert replay(trained, target.embedding, target.head, [short], 5) == [real.accepted]
+        assert sum(real.accepted) + len(real.accepted) == limit - 1
+
+
+def test_many_k_at_once_equal_each_k_alone_in_any_batch(trained, target, samples):
+    borrowed, some = (target.embedding, target.head), requests(samples[:4])
+    for k, walks in replay_many(trained, *borrowed, some, [2, 5]).items():
+        assert walks == replay(trained, *borrowed, some, k, batch_tokens=1)
+    with pytest.raises(ValueError, match=r"k=6 is outside 1\.\.5"):
+        replay_many(trained, *borrowed, some, [1, 6])
+
+
+def test_a_favourite_token_that_no_answer_holds_is_a_mismatch(drafter, target, samples):
+    """Alone, a request offers few tokens to compare with: here most drafts are none of them."""
+    for sample in samples[:4]:
+        prompt = sample.ids[~sample.loss_mask].tolist()
+        real = decode(target, prompt, 40, (), drafter, 5)
+        [known] = requests([sample])
+        assert replay(drafter, target.embedding, target.head, [known], 5) == [real.accepted]
 
 
 def test_oracle_reaches_the_block_size_and_random_stays_near_one(config, target, samples):

@@ -7,13 +7,17 @@ import torch
 
 TAPS = (1, 3)
 VOCABULARY = 128
+LEARNED = [[0, 5 + i, 9, 20 + i] for i in range(6)]
+"""Prompts whose greedy answers `learned_drafter` knows by heart."""
+ANSWER = 24
 
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory) -> Path:
     """A Llama of 6 layers, hidden 64, with a word tokenizer; logits wide enough to have no ties."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.tiny import add_tokenizer
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -31,11 +35,7 @@ def tiny_target(tmp_path_factory) -> Path:
     )
     folder = tmp_path_factory.mktemp("tiny") / "target"
     LlamaForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w2"
-    ).save_pretrained(folder)
+    add_tokenizer(folder, VOCABULARY)
     return folder
 
 
@@ -43,10 +43,33 @@ def tiny_target(tmp_path_factory) -> Path:
 def tiny_drafter(tmp_path_factory) -> Path:
     """A random DFlash drafter of two layers and blocks of 4 for the tiny target."""
     from dflash.checkpoint import save_drafter
-    from dflash.config import DrafterConfig
     from dflash.model import new_drafter
 
-    config = DrafterConfig(
+    folder = tmp_path_factory.mktemp("tiny") / "drafter"
+    save_drafter(new_drafter(tiny_config(), seed=0), folder, torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def learned_drafter(tmp_path_factory, tiny_target) -> Path:
+    """The same drafter after a few seconds with the greedy answers to LEARNED: accepted often."""
+    from dflash.checkpoint import save_drafter
+    from dflash.model import new_drafter
+    from dflash.target import load_target
+    from tests.tiny import memorise
+
+    drafter = new_drafter(tiny_config(), seed=0)
+    memorise(drafter, load_target(tiny_target, torch.float32), LEARNED, ANSWER)
+    folder = tmp_path_factory.mktemp("tiny") / "learned"
+    save_drafter(drafter, folder, torch.float32)
+    return folder
+
+
+def tiny_config():
+    """The shape of the tiny drafters."""
+    from dflash.config import DrafterConfig
+
+    return DrafterConfig(
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -62,6 +85,3 @@ def tiny_drafter(tmp_path_factory) -> Path:
         target_layer_ids=TAPS,
         mask_token_id=3,
     )
-    folder = tmp_path_factory.mktemp("tiny") / "drafter"
-    save_drafter(new_drafter(config, seed=0), folder, torch.float32)
-    return folder

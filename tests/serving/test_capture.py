@@ -153,12 +153,15 @@ def test_completions_carry_prompt_ids_per_choice(make):
     assert [row["prompt_ids"] for row in lines(middleware)] == [[4, 1], [4, 2]]
 
 
+META = {"domain": "sql", "tenant": 3, "language": "de"}
+
+
 def test_metadata_labels_and_the_models_sampling_defaults():
     exchange_ = capture_writer.Exchange(
         captured_at="t",
         endpoint="/v1/chat/completions",
         request={"temperature": None, "top_k": 5},
-        labels=capture._labels({"headers": []}, {"metadata": {"domain": "sql", "tenant": 3}}),
+        labels=capture._labels({"headers": []}, {"metadata": META}),
         constants={},
         defaults={"temperature": 0.6, "top_k": 20},
         chunks=[json.dumps(CHAT).encode()],
@@ -166,6 +169,7 @@ def test_metadata_labels_and_the_models_sampling_defaults():
     )
     row = next(capture_writer.records(exchange_))
     assert (row["domain"], row["tenant"], row["conversation_id"]) == ("sql", "3", None)
+    assert row["language"] == "de"
     assert (row["temperature"], row["top_k"], row["top_p"]) == (0.6, 5, 1.0)
 
 

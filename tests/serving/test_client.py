@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -166,6 +167,23 @@ def test_served_rounds_are_cut_at_the_end_of_the_answer():
     assert (row["finished_at"] - row["started_at"]).total_seconds() == 2.0
 
 
-def test_answers_without_metrics_have_no_rounds():
-    with pytest.raises(ValueError, match="no speculative metrics"):
-        rounds(answer([1, 2]))
+def test_an_answer_of_one_token_has_no_round():
+    spec = {"num_spec_steps": 0, "num_spec_tokens": 5}
+    assert rounds(answer([7], spec)) == ([], [])
+    null = {"per_step_accepted": None, "per_step_drafted": None}  # so it stands in the response
+    assert rounds(answer([7], spec | null)) == ([], [])
+
+
+def test_the_step_that_fills_the_context_is_a_round_without_drafts():
+    spec = {"per_step_accepted": [2, 0], "per_step_drafted": [3, 1], "num_spec_steps": 2}
+    full = replace(answer([0] * 6, spec), finish_reason="length")
+    assert rounds(full) == ([2, 0, 0], [3, 1, 0])
+    for other in (answer([0] * 6, spec), replace(full, output_ids=[0] * 7)):
+        with pytest.raises(ValueError, match="belong to another answer"):
+            rounds(other)
+
+
+@pytest.mark.parametrize("spec", [None, {"num_spec_steps": 3}])
+def test_answers_without_metrics_per_step_have_no_rounds(spec):
+    with pytest.raises(ValueError, match=r"no speculative metrics.*not by stop strings"):
+        rounds(answer([1, 2], spec))

@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dflash.checkpoint import load_drafter
+from dflash.decode import decode
+from dflash.replay import Request as Recorded
+from dflash.replay import replay
+from dflash.target import load_target
 from serving.acceptance import rounds
 from serving.client import Request, complete
 from serving.greedy import greedy_check
 from serving.server import Server
-from tests.serving.conftest import TAPS, VOCABULARY
+from tests.serving.conftest import LEARNED, TAPS, VOCABULARY
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -25,16 +31,38 @@ SMALL: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_gib"
 # Three greedy requests share their batches with three that sample.
 REQUESTS = [
     Request(
-        prompt=[0, 5 + i, 9, 20 + i],
+        prompt=prompt,
         max_tokens=24,
         temperature=1.0 if i % 2 else 0.0,
         seed=i,
         conversation=f"c{i}",
         domain="tiny",
-        extra={"ignore_eos": True},
+        extra={"ignore_eos": True, **({"top_p": 0.9} if i == 5 else {})},
     )
-    for i in range(6)
+    for i, prompt in enumerate(LEARNED)
 ]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_target, tmp_path_factory):
+    """A server without a drafter."""
+    with Server(tiny_target, log=tmp_path_factory.mktemp("plain") / "log", **SMALL) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def learned(tiny_target, learned_drafter, tmp_path_factory):
+    """A server with a drafter that knows the greedy answers."""
+    log = tmp_path_factory.mktemp("learned") / "log"
+    with Server(tiny_target, drafter=learned_drafter, log=log, **SMALL) as server:
+        assert server.k == (3,)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def models(tiny_target, learned_drafter):
+    """What the second server serves, for the reference decoder and for replay."""
+    return load_target(tiny_target, torch.float32), load_drafter(learned_drafter)
 
 
 def greedy(answers):
@@ -47,20 +75,17 @@ def captured(folder: Path) -> dict[str, dict]:
 
 
 def test_a_drafter_changes_no_greedy_text_and_every_answer_is_captured(
-    tiny_target, tiny_drafter, tmp_path
+    tiny_target, tiny_drafter, plain, tmp_path
 ):
-    with (
-        Server(tiny_target, log=tmp_path / "plain.log", **SMALL) as plain,
-        Server(
-            tiny_target,
-            drafter=tiny_drafter,
-            k=(3, 3, 2),
-            capture=tmp_path / "capture",
-            drafter_version="v1",
-            log=tmp_path / "drafted.log",
-            **SMALL,
-        ) as drafted,
-    ):
+    with Server(
+        tiny_target,
+        drafter=tiny_drafter,
+        k=(3, 3, 2),
+        capture=tmp_path / "capture",
+        drafter_version="v1",
+        log=tmp_path / "drafted.log",
+        **SMALL,
+    ) as drafted:
         assert drafted.k == (3, 3, 2)
         expected = complete(plain.url, REQUESTS, 6)
         answers = complete(drafted.url, REQUESTS, 6)
@@ -79,6 +104,101 @@ def test_a_drafter_changes_no_greedy_text_and_every_answer_is_captured(
         assert row["output_ids"] == answer.output_ids
         assert (row["domain"], row["drafter"], row["seed"]) == ("tiny", "v1", request.seed)
         assert row["spec"] == answer.spec
+
+
+def test_served_rounds_are_the_replayed_ones_greedy_and_sampled(learned, models):
+    """Round by round, at temperature 0 and above: vLLM's greedy drafts are accepted exactly where
+    they equal the text.
+    """
+    target, drafter = models
+    answers = complete(learned.url, REQUESTS, 6)
+    ids = [answer.prompt_ids + answer.output_ids for answer in answers]
+    requests = [
+        Recorded(torch.tensor(i), len(answer.prompt_ids), found.taps)
+        for i, answer, found in zip(ids, answers, target.features(ids, TAPS), strict=True)
+    ]
+    walks = replay(drafter, target.embedding, target.head, requests, 3)
+    assert walks == [rounds(answer)[0] for answer in answers]
+    assert sum(map(sum, walks[0::2])) > 40, "the greedy answers are known by heart"
+    assert sum(map(sum, walks[1::2])) > 0, "sampled answers have accepted drafts, too"
+
+
+def ask(url, limits):
+    """Answers to the learned prompts, each under each limit (fields of the request)."""
+    requests = [
+        Request(prompt=prompt, max_tokens=more.pop("max_tokens", 24), extra=more)
+        for prompt in LEARNED
+        for more in ({**limit(prompt)} for limit in limits)
+    ]
+    return complete(url, requests, 8)
+
+
+def uncut(full, num_output):
+    """What vLLM counts: whole rounds, until the answer is long enough."""
+    found = []
+    for count in full:
+        if sum(found) + len(found) >= num_output - 1:
+            break
+        found.append(count)
+    return found
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 6, 7, 8])
+def test_a_length_limit_is_counted_as_vllm_counts_it(learned, models, limit):
+    """Prefill alone, answers shorter than a block, and limits inside an accepted run: vLLM counts
+    whole rounds, we cut them, and the reference decoder under the same limit agrees.
+    """
+    target, drafter = models
+    answers = ask(learned.url, [lambda _: {"max_tokens": limit, "ignore_eos": True}])
+    for prompt, answer in zip(LEARNED, answers, strict=True):
+        full = decode(target, prompt, 24, (), drafter, 3)
+        real = decode(target, prompt, limit, (), drafter, 3)
+        assert answer.output_ids == real.output_ids == full.output_ids[:limit]
+        assert answer.spec is not None
+        assert (answer.spec["per_step_accepted"] or []) == uncut(full.accepted, limit)
+        assert rounds(answer)[0] == real.accepted
+
+
+@pytest.mark.parametrize("place", [4, 5, 6, 7])
+def test_an_end_inside_an_accepted_run_is_counted_as_vllm_counts_it(learned, models, place):
+    """By token id, like the end of text: vLLM counts what matched behind it, we do not. By stop
+    string: the ids end with the token that completes it, and vLLM reports no counts at all.
+    """
+    target, drafter = models
+    fulls = {tuple(p): decode(target, p, 24, (), drafter, 3) for p in LEARNED}
+    end = {prompt: full.output_ids[place] for prompt, full in fulls.items()}
+    answers = ask(
+        learned.url,
+        [
+            lambda prompt: {"stop_token_ids": [end[tuple(prompt)]], "ignore_eos": True},
+            lambda prompt: {"stop": [f"w{end[tuple(prompt)]}"], "ignore_eos": True},
+        ],
+    )
+    for prompt, by_id, by_text in zip(LEARNED, answers[0::2], answers[1::2], strict=True):
+        full, token = fulls[tuple(prompt)], end[tuple(prompt)]
+        real = decode(target, prompt, 24, (token,), drafter, 3)
+        assert by_id.output_ids == real.output_ids
+        assert by_id.spec is not None
+        counted = by_id.spec["per_step_accepted"] or []
+        assert counted == uncut(full.accepted, len(real.output_ids))
+        assert rounds(by_id)[0] == real.accepted
+        words = [f"w{t}" for t in full.output_ids]
+        first = next(i for i, word in enumerate(words) if word.startswith(f"w{token}"))
+        assert by_text.output_ids == full.output_ids[: first + 1]
+        assert by_text.spec is None
+        with pytest.raises(ValueError, match="not by stop strings"):
+            rounds(by_text)
+
+
+def test_an_answer_that_fills_the_context_has_all_its_rounds(learned):
+    prompt = [(7 * i) % VOCABULARY for i in range(SMALL["max_model_len"] - 9)]
+    request = Request(prompt=prompt, max_tokens=9, extra={"ignore_eos": True})
+    [answer] = complete(learned.url, [request], 1)
+    accepted, drafted = rounds(answer)
+    assert sum(accepted) + len(accepted) == len(answer.output_ids) - 1 == 8
+    assert answer.spec is not None
+    assert drafted[-1] < 3, "there is no room for three drafts"
+    print(answer.spec, drafted)
 
 
 def test_without_the_plugin_a_drafter_is_refused(tiny_target, tiny_drafter, tmp_path, monkeypatch):

@@ -37,6 +37,7 @@ CAPTURE = {
     "conversation_id": "c1",
     "domain": "sql",
     "consent": True,
+    "language": "de",
 }
 
 
@@ -67,6 +68,7 @@ def test_capture_record_becomes_a_row(tmp_path):
     assert got["captured_at"] == datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
     assert (got["domain"], got["conversation_id"], got["ids_source"]) == ("sql", "c1", "served")
     assert (got["temperature"], got["top_k"], got["consent"]) == (0.0, -1, True)
+    assert got["language"] == "de"
 
 
 def test_missing_optional_fields_get_stated_defaults(tmp_path):
@@ -74,7 +76,7 @@ def test_missing_optional_fields_get_stated_defaults(tmp_path):
     (row,) = parse(tmp_path / "l", json.dumps(record).encode())
     assert row["domain"] == "default"
     assert row["conversation_id"].startswith("prompt-")
-    assert row["consent"] is None
+    assert row["consent"] is row["language"] is None
     assert row["finish_reason"] is None
 
 

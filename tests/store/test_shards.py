@@ -86,6 +86,22 @@ def test_unlisted_truncated_and_hidden_files_are_not_read(tmp_path):
         shard_info(tmp_path / "cut.parquet")
 
 
+def test_shards_from_before_a_column_was_added_are_read_as_null(tmp_path):
+    row = dict.fromkeys(TRAFFIC.names) | {"sample_id": "old", "output_ids": [], "loss_mask": []}
+    old = pa.Table.from_pylist([row], schema=TRAFFIC).drop_columns(["language"])
+    publish(tmp_path, "old", old)
+    new = row | {"sample_id": "new", "language": "de"}
+    publish(tmp_path, "new", pa.Table.from_pylist([new], schema=TRAFFIC))
+    table = read_dataset(tmp_path, TRAFFIC)
+    assert table.schema == TRAFFIC
+    found = dict(zip(*(table[name].to_pylist() for name in ("sample_id", "language")), strict=True))
+    assert found == {"old": None, "new": "de"}
+    assert read_dataset(tmp_path, TRAFFIC, columns=["sample_id"]).column_names == ["sample_id"]
+    publish(tmp_path, "foreign", old.drop_columns(["tenant"]))
+    with pytest.raises(ValueError, match=r"foreign\.parquet: columns .* do not fit"):
+        read_dataset(tmp_path, TRAFFIC)
+
+
 def test_missing_damaged_and_foreign_files_are_named(tmp_path):
     publish(tmp_path, "good", rejects(2))
     path = tmp_path / "good.parquet"

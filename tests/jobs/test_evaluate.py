@@ -1,0 +1,171 @@
+"""Evaluation on a tiny target: sampled traffic, slices, two drafters, regression sets."""
+
+import json
+
+import pytest
+import torch
+
+from dflash.acceptance import tau
+from dflash.checkpoint import load_drafter, save_drafter
+from dflash.decode import decode
+from dflash.model import new_drafter
+from dflash.replay import Request, replay
+from dflash.sampling import GREEDY, Sampling
+from dflash.target import load_target
+from jobs import evaluate, harvest, ingest, regression
+from jobs.config import Config, load
+from jobs.gate import refusals
+from jobs.shape import drafter_config
+from store.schemas import ACCEPTANCE
+from store.shards import read_dataset
+from tests.tiny import add_tokenizer, make_target, memorise
+
+PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
+LENGTH = 20
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} w9 {% endfor %}"
+SETTINGS = [
+    "drafter.num_taps=3",
+    "drafter.block_size=5",
+    "drafter.mask_token_id=96",
+    "ingest.val_percent=0",
+    "ingest.test_percent=99",
+    "target.dtype=float32",
+    "evaluate.bootstrap=200",
+]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory, ray_cluster):
+    """Greedy and sampled traffic of a tiny target, harvested, and two drafters: one knows it."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    make_target(folder / "target")
+    add_tokenizer(folder / "target", 97, TEMPLATE)
+    target = load_target(folder / "target", torch.float32)
+    (folder / "capture").mkdir()
+    with open(folder / "capture" / "log.jsonl", "w") as log:
+        for i, prompt in enumerate(PROMPTS):
+            hot = i % 4 == 3
+            sampling = Sampling(temperature=0.7) if hot else GREEDY
+            output = decode(target, prompt, LENGTH, sampling=sampling, seed=i).output_ids
+            log.write(json.dumps(record(i, prompt, output, sampling.temperature)) + "\n")
+    cfg = configure(folder)
+    ingest.run(cfg)
+    harvest.run(cfg)
+    known, blank = new_drafter(drafter_config(cfg), 0), new_drafter(drafter_config(cfg), 1)
+    memorise(known, target, PROMPTS, LENGTH)
+    save_drafter(known, folder / "drafters" / "known", torch.float32)
+    save_drafter(blank, folder / "blank", torch.float32)
+    return folder
+
+
+def record(i, prompt, output, temperature):
+    return {
+        "v": 1,
+        "captured_at": "2026-01-02T03:04:05Z",
+        "request_id": f"r{i}",
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "finish_reason": "length",
+        "temperature": temperature,
+        "conversation_id": f"c{i}",
+        "domain": "ab"[i % 2],
+        "language": ["de", None][i % 2],
+    }
+
+
+def configure(folder, *more) -> Config:
+    return load(None, [f"work={folder}", *SETTINGS, *more])
+
+
+def test_champion_and_challenger_on_greedy_and_sampled_traffic(work):
+    found = evaluate.run(configure(work, f"evaluate.baseline={work / 'blank'}"))
+    measured, baseline = found["tau"], found["baseline"]
+    assert (found["samples"], found["drafter"], baseline["drafter"]) == (16, "known", "blank")
+    assert measured["pooled"] > 1.3 > baseline["tau"]["pooled"]
+    low, high = baseline["delta_ci"]
+    assert 0 < low < baseline["delta"] < high
+    assert baseline["delta"] == pytest.approx(measured["pooled"] - baseline["tau"]["pooled"])
+    assert baseline["conversations"] == 16
+    assert 0 < baseline["detectable"] < baseline["delta"]
+    assert len(baseline["delta_positions"]) == len(measured["positions_ci"]) == found["k"] == 4
+    parts = measured["slices"]
+    assert list(parts["temperature"]) == ["0", "0.5..1"]
+    assert parts["temperature"]["0"]["tau"] > parts["temperature"]["0.5..1"]["tau"]
+    assert parts["temperature"]["0.5..1"]["ci"] is None, "four conversations"
+    assert list(parts["language"]) == ["de", "unknown"]
+    assert "prompt tokens" not in parts, "all prompts are short"
+    assert set(baseline["delta_slices"]["domain"]) == {"a", "b"}
+    rows = read_dataset(work / "acceptance", ACCEPTANCE).to_pylist()
+    mine = [r for r in rows if r["k"] == 4 and r["drafter_version"] == found["weights_sha256"][:12]]
+    assert {round(r["temperature"], 2) for r in mine} == {0.0, 0.7}
+    assert tau([r["accepted"] for r in mine]) == pytest.approx(measured["pooled"])
+
+
+def test_every_k_and_the_alpha_model(work):
+    found = evaluate.run(configure(work))
+    assert found["baseline"] is None
+    assert list(found["tau_by_k"]) == list(found["alpha"]["misfit"]) == ["1", "2", "3", "4"]
+    for k, measured in found["tau_by_k"].items():
+        assert measured == pytest.approx(found["alpha"]["tau"][k] + found["alpha"]["misfit"][k])
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_a_regression_set_is_answered_once_and_walked(work, tmp_path, monkeypatch):
+    gsm = write(
+        tmp_path / "gsm.jsonl", *[{"question": f"w{5 + i} w9", "answer": "1"} for i in range(6)]
+    )
+    chats = write(tmp_path / "chats.jsonl", {"turns": ["w5 w6", "w7"], "category": "c"})
+    settings = [
+        f"evaluate.regression=[{gsm},{chats}]",
+        "evaluate.regression_tokens=12",
+        f"evaluate.baseline={work / 'blank'}",
+    ]
+    cfg = configure(work, *settings)
+    found = evaluate.run(cfg)["regression"]
+    assert {name: one["samples"] for name, one in found.items()} == {"gsm": 6, "chats": 2}
+    assert found["chats"]["baseline"]["delta_ci"] is None, "two turns are one conversation"
+    target = load_target(work / "target", torch.float32)
+    drafter = load_drafter(work / "drafters" / "known")
+    walks = []
+    for i in range(6):
+        prompt = [5 + i, 9, 9]
+        ids = [*prompt, *decode(target, prompt, 12, [0]).output_ids]
+        features = target.features([ids], drafter.cfg.target_layer_ids)[0].taps
+        request = Request(torch.tensor(ids), len(prompt), features)
+        walks += replay(drafter, target.embedding, target.head, [request], 4)
+    assert found["gsm"]["tau"]["pooled"] == pytest.approx(tau(walks), abs=0.05)
+    sets = regression.load_sets(cfg)
+    first, second = sets["chats"][0]
+    assert second["prompt_ids"][:3] == first["prompt_ids"] == [5, 6, 9]
+    assert second["prompt_ids"][-2:] == [7, 9], "the second question follows the first answer"
+    monkeypatch.setattr(regression, "load_target", None)  # answers come from the cache
+    assert regression.load_sets(cfg).keys() == {"gsm", "chats"}
+
+
+def test_a_loss_on_a_regression_set_is_refused(work, tmp_path):
+    gsm = write(tmp_path / "g.jsonl", {"question": "w5 w9", "answer": "1"})
+    cfg = configure(
+        work,
+        f"evaluate.regression=[{gsm}]",
+        f"evaluate.drafter={work / 'blank'}",
+        f"evaluate.baseline={work / 'drafters' / 'known'}",
+        "evaluate.regression_tokens=12",
+    )
+    found = evaluate.run(cfg)
+    found["regression"]["g"]["baseline"]["delta"] = -0.5
+    reasons = refusals(cfg.promote, found, None)
+    assert any("regression set g loses 0.500 tau" in reason for reason in reasons)
+    found["tau"]["ci"] = None
+    assert any("for an interval" in reason for reason in refusals(cfg.promote, found, None))
+
+
+def test_two_sets_of_one_name_are_refused(work, tmp_path):
+    (tmp_path / "x").mkdir()
+    first = write(tmp_path / "g.jsonl", {"question": "w5", "answer": "1"})
+    second = write(tmp_path / "x" / "g.jsonl", {"question": "w6", "answer": "1"})
+    with pytest.raises(ValueError, match="different names, got g, g"):
+        regression.load_sets(configure(work, f"evaluate.regression=[{first},{second}]"))
