@@ -21,14 +21,16 @@ from dflash.model import Drafter, drafter_of
 
 WEIGHTS = "model.safetensors"
 MASK_EMBEDDING = "mask_embedding.pt"
+LM_HEAD = "lm_head.weight"
 BORROWED = (
     "embed_tokens.weight",
-    "lm_head.weight",
+    LM_HEAD,
     "verifier_lm_head.weight",
     "verifier_norm.weight",
     "t2d",
 )
-"""Tensors some folders carry that the target owns (or that vLLM ignores); skipped on reading."""
+"""Tensors some folders carry that the target owns (or that vLLM ignores); skipped on reading,
+but for the head of a reduced vocabulary."""
 
 
 def save_drafter(drafter: Drafter, folder: str | os.PathLike, dtype: torch.dtype) -> Path:
@@ -37,7 +39,7 @@ def save_drafter(drafter: Drafter, folder: str | os.PathLike, dtype: torch.dtype
     The weights are renamed into place before config.json, so a folder with a config is complete.
     A zero-step training of a loaded drafter in the same dtype is bit-identical to its base.
     """
-    state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in drafter.state_dict().items()}
+    state = {k: _cast(v.detach().cpu(), dtype) for k, v in drafter.state_dict().items()}
     return write_folder(folder, state, drafter.cfg.to_json(str(dtype).removeprefix("torch.")))
 
 
@@ -110,7 +112,12 @@ def load_drafter(
     """
     cfg = read_config(folder, target_layers)
     tensors = read_tensors(folder, cfg)
-    return drafter_of(cfg, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    return drafter_of(cfg, {name: _cast(tensor, dtype) for name, tensor in tensors.items()})
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Weights in `dtype`; token ids stay integers."""
+    return tensor.to(dtype if tensor.is_floating_point() else None).contiguous()
 
 
 def read_tensors(folder: str | os.PathLike, cfg: DrafterConfig) -> dict[str, torch.Tensor]:
@@ -123,9 +130,11 @@ def read_tensors(folder: str | os.PathLike, cfg: DrafterConfig) -> dict[str, tor
             f"{folder} has a {MASK_EMBEDDING}, a mask embedding of its own, which vLLM would use "
             "and this code does not read: not supported"
         )
+    borrowed = set(BORROWED) - ({LM_HEAD} if cfg.draft_vocab_size else set())
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys() if name not in BORROWED}  # noqa: SIM118
+            names = [n for n in file.keys() if n not in borrowed]  # noqa: SIM118
+            found = {name: file.get_tensor(name) for name in names}
     except Exception as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
     check_tensors(found, cfg, path)
@@ -136,11 +145,6 @@ def check_tensors(found: dict[str, torch.Tensor], cfg: DrafterConfig, path: Path
     """Raise ValueError unless names and shapes are exactly those of a drafter of this config."""
     with torch.device("meta"):
         wanted = {name: tuple(t.shape) for name, t in Drafter(cfg).state_dict().items()}
-    if "d2t" in found:
-        raise ValueError(
-            f"{path} has d2t: a drafter of a reduced vocabulary is not supported; its lm_head is "
-            "its own, and scoring it inside that vocabulary would flatter it"
-        )
     faults = [f"missing {name}" for name in wanted if name not in found]
     faults += [f"unknown {name}" for name in found if name not in wanted]
     faults += [
@@ -148,6 +152,10 @@ def check_tensors(found: dict[str, torch.Tensor], cfg: DrafterConfig, path: Path
         for name, shape in wanted.items()
         if name in found and tuple(found[name].shape) != shape
     ]
+    if cfg.draft_vocab_size and not faults:
+        ids = torch.arange(cfg.draft_vocab_size) + found["d2t"]
+        if ids.diff().min() <= 0 or ids[0] < 0 or ids[-1] >= cfg.vocab_size:
+            faults = [f"d2t does not give ascending token ids in 0..{cfg.vocab_size - 1}"]
     if faults:
         shown = "; ".join(faults[:6]) + (f"; and {len(faults) - 6} more" if len(faults) > 6 else "")
         raise ValueError(f"{path} does not fit its config.json: {shown}")

@@ -13,7 +13,8 @@ class DrafterConfig:
 
     Field names are the keys of config.json (Hugging Face Qwen3 names); `target_layer_ids`
     and `mask_token_id` live under its `dflash_config`. All layers attend alike: `sliding_window`
-    positions back (0: all), to later slots of the block unless `is_causal`.
+    positions back (0: all), to later slots of the block unless `is_causal`. `draft_vocab_size`
+    tokens can be drafted (0: all); which ones, the drafter's d2t tells.
     """
 
     hidden_size: int
@@ -32,6 +33,7 @@ class DrafterConfig:
     mask_token_id: int
     sliding_window: int = 0
     is_causal: bool = False
+    draft_vocab_size: int = 0
 
     def __post_init__(self) -> None:
         check_taps(self.target_layer_ids, self.num_target_layers)
@@ -41,6 +43,11 @@ class DrafterConfig:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} has no embedding row: choose an unused id "
                 f"below the vocabulary size {self.vocab_size}"
+            )
+        if not 0 <= self.draft_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size} is outside 0..{self.vocab_size - 1}: "
+                "leave it out for a drafter of the whole vocabulary"
             )
         if 0 < self.sliding_window < self.block_size:
             raise ValueError(
@@ -78,6 +85,7 @@ class DrafterConfig:
                 "target_layer_ids": list(self.target_layer_ids),
             },
             **{name: getattr(self, name) for name in PLAIN_KEYS},
+            **({"draft_vocab_size": self.draft_vocab_size} if self.draft_vocab_size else {}),
         }
 
     @classmethod
@@ -97,19 +105,21 @@ class DrafterConfig:
         taps = tuple(int(i) for i in values["target_layer_ids"])
         plain = {name: values[name] for name in PLAIN_KEYS}
         window, causal = _attention(raw)
+        reduced = raw.get("draft_vocab_size")
         return cls(
             target_layer_ids=taps,
             mask_token_id=int(values["mask_token_id"]),
             sliding_window=window,
             is_causal=causal,
+            draft_vocab_size=0 if reduced in (None, raw["vocab_size"]) else int(reduced),
             **plain,
         )
 
 
 DFLASH_KEYS = ("target_layer_ids", "mask_token_id")
-ATTENTION_KEYS = ("sliding_window", "is_causal")
+OPTIONAL_KEYS = ("sliding_window", "is_causal", "draft_vocab_size")
 PLAIN_KEYS = tuple(
-    name for name in DrafterConfig.__slots__ if name not in (*DFLASH_KEYS, *ATTENTION_KEYS)
+    name for name in DrafterConfig.__slots__ if name not in (*DFLASH_KEYS, *OPTIONAL_KEYS)
 )
 FULL = "full_attention"
 
@@ -205,8 +215,6 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     ]
     if rope.get("rope_type", "default") != "default":
         asked.append(f"scaled RoPE ({rope['rope_type']})")
-    if raw.get("draft_vocab_size") not in (None, raw.get("vocab_size")):
-        asked.append(f"a reduced vocabulary (draft_vocab_size = {raw['draft_vocab_size']})")
     if raw.get("target_hidden_size") not in (None, raw.get("hidden_size")):
         asked.append(f"target_hidden_size = {raw['target_hidden_size']}")
     if asked:

@@ -15,7 +15,14 @@ from typing import Any
 
 SPECULATORS_VERSION = "0.9.0"
 SLIDING = "sliding_attention"
-NOT_IN_LAYERS = ("architectures", "block_size", "num_target_layers", "dflash_config", "is_causal")
+NOT_IN_LAYERS = (
+    "architectures",
+    "block_size",
+    "num_target_layers",
+    "dflash_config",
+    "is_causal",
+    "draft_vocab_size",
+)
 """Keys of z-lab's config that are no part of speculators' `transformer_layer_config`."""
 
 Json = dict[str, Any]
@@ -86,7 +93,7 @@ def to_speculators(raw: Json, verifier: str, verifier_architectures: list[str]) 
         },
         "transformer_layer_config": {k: v for k, v in raw.items() if k not in NOT_IN_LAYERS},
         "dtype": raw["dtype"],
-        "draft_vocab_size": raw["vocab_size"],
+        "draft_vocab_size": raw.get("draft_vocab_size", raw["vocab_size"]),
         "block_size": raw["block_size"],
         "aux_hidden_state_layer_ids": [i + 1 for i in raw["dflash_config"]["target_layer_ids"]],
         "mask_token_id": raw["dflash_config"]["mask_token_id"],

@@ -108,9 +108,9 @@ class _State:
         """The drafter's logits [K, V] behind the anchor."""
         assert self.drafter is not None
         anchor, position = torch.tensor([[anchor_token]]), torch.tensor([[self.length]])
-        embedding, head = self.target.embedding, self.target.head
+        embedding = self.target.embedding
         hidden = draft_hidden(self.drafter, embedding, self.context, anchor, position, num_drafts)
-        return hidden[0, 0] @ head.T
+        return self.drafter.logits(hidden[0, 0], self.target.head)
 
 
 def _ended(output: list[int], max_tokens: int, eos_ids: Sequence[int]) -> bool:

@@ -167,7 +167,8 @@ def draft_logits(
     tokens = request.ids[anchors][None]
     embeds = block_embeds(embedding, tokens, drafter.cfg.mask_token_id, num_drafts + 1)
     hidden = drafter(context, embeds, anchors[None])[0, :, 1:]
-    return (hidden.reshape(-1, hidden.shape[-1]) @ head.T).view(len(anchors), num_drafts, -1)
+    logits = drafter.logits(hidden.reshape(-1, hidden.shape[-1]), head)
+    return logits.view(len(anchors), num_drafts, -1)
 
 
 def _mismatches(trace: Trace, anchors: Tensor, logits: Tensor, theirs: Tensor) -> list[Mismatch]:

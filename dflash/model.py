@@ -108,7 +108,8 @@ class Layer(nn.Module):
 class Drafter(nn.Module):
     """The drafter without embedding and head, which it borrows from the target.
 
-    Its state dict is exactly the tensor contract of facts/dflash.md section 6.
+    One of a reduced vocabulary carries its rows of the head, never trained, and their token ids
+    (dflash/vocabulary.py). Its state dict is exactly what a drafter folder holds.
     """
 
     def __init__(self, cfg: DrafterConfig):
@@ -120,6 +121,10 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.layers: Any = nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        if size := cfg.draft_vocab_size:
+            self.lm_head = nn.Module()
+            self.lm_head.register_buffer("weight", torch.zeros(size, cfg.hidden_size))
+            self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
 
     def context(self, features_BTF: Tensor, start: int = 0) -> ContextKV:
         """Keys and values of the context positions start..start+T-1, once per sequence.
@@ -148,6 +153,25 @@ class Drafter(nn.Module):
         for layer, layer_context in zip(self.layers, context, strict=True):
             x = layer(x, rope, layer_context, mask)
         return self.norm(x).view(B, N, S, H)
+
+    def draft_head(self, head_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens that can be drafted, ids [D] int64 ascending, and the head's rows [D, H] for them.
+
+        head_VH: the target's head.
+        """
+        if not self.cfg.draft_vocab_size:
+            return torch.arange(len(head_VH), device=head_VH.device), head_VH
+        ids = torch.arange(self.cfg.draft_vocab_size, device=head_VH.device) + self.d2t
+        return ids, self.lm_head.weight.to(head_VH.dtype)
+
+    def logits(self, hidden: Tensor, head_VH: Tensor) -> Tensor:
+        """Hidden states [..., H] -> logits [..., V]; tokens that cannot be drafted get -inf."""
+        ids, rows = self.draft_head(head_VH)
+        logits = hidden @ rows.T
+        if not self.cfg.draft_vocab_size:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], len(head_VH)), -torch.inf)
+        return whole.index_copy_(-1, ids, logits)
 
     def _rope(self, positions: Tensor) -> Tensor:
         """Positions [B, L] -> [2, B, 1, L, D]: cosines and sines, plain 1-D, float32."""

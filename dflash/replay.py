@@ -2,7 +2,7 @@
 
 For greedy decoding the target's verdict is already in the recorded answer: a draft is accepted
 exactly while it equals the recorded token. So one pass over the features gives the context, and
-each round costs one drafter forward (facts/dflash.md section 3).
+each round costs one drafter forward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -98,22 +98,25 @@ def length_groups(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[in
 class _Batch:
     """Requests that walk together, with the context of all their positions.
 
-    The head costs most. So a round compares drafts with `candidates` only, the tokens that occur in
-    these requests: a recorded token that one of them beats is not the draft. Those that none beats
-    are accepted for now and checked against the whole vocabulary at the end of the walk, all in
-    one product; where another token wins, it becomes a candidate and its request walks again.
+    The head costs most. So a round compares drafts with `candidates` only, its rows for the tokens
+    of these requests: a recorded token that one of them beats is not the draft. Those that none
+    beats are accepted for now and checked against the whole vocabulary at the end of the walk, all
+    in one product; where another token wins, it becomes a candidate and its request walks again.
     """
 
     def __init__(
         self, drafter: Drafter, embedding: Tensor, head: Tensor, requests: Sequence[Request]
     ):
         device = embedding.device
-        self.drafter, self.embedding, self.head = drafter, embedding, head
+        self.drafter, self.embedding = drafter, embedding
+        self.tokens, self.head = drafter.draft_head(head)
         self.context = drafter.context(_pad([r.features for r in requests]).to(embedding))
         self.ids = _pad([r.ids for r in requests]).to(device)
         self.starts = torch.tensor([r.num_prompt for r in requests], device=device)
         self.ends = torch.tensor([len(r.ids) - 1 for r in requests], device=device)
-        self.candidates = self.ids.unique()
+        # The first token stands in where none of the recorded ones can be drafted.
+        known = torch.cat([self.ids.flatten(), self.tokens[:1]])
+        self.candidates = torch.isin(self.tokens, known).nonzero().flatten()
 
     def walk(self, num_drafts: int) -> list[list[int]]:
         """Accepted drafts of each round of each request."""
@@ -130,7 +133,7 @@ class _Batch:
         head = self.head[self.candidates]
         while len(active):
             hidden, recorded = self._drafts(active, anchors[active], num_drafts)
-            drafts = self.candidates[(hidden @ head.T).argmax(-1)]
+            drafts = self.tokens[self.candidates[(hidden @ head.T).argmax(-1)]]
             matched = (drafts == recorded).long().cumprod(1).sum(1)
             counts = torch.minimum(matched, self.ends[active] - anchors[active] - 1)
             for i, count in zip(active.tolist(), counts.tolist(), strict=True):
@@ -158,7 +161,7 @@ class _Batch:
         """The requests with an accepted draft that is not the argmax; the argmaxes are added."""
         hidden, tokens, owners = (torch.cat(parts) for parts in zip(*accepted, strict=True))
         best = torch.cat([(part @ self.head.T).argmax(-1) for part in hidden.split(ROWS_PER_CHUNK)])
-        wrong = best != tokens
+        wrong = self.tokens[best] != tokens
         self.candidates = torch.cat([self.candidates, best[wrong]]).unique()
         return owners[wrong].unique()
 
@@ -171,7 +174,7 @@ def draft_hidden(
     anchors_BN: Tensor,
     num_drafts: int,
 ) -> Tensor:
-    """Hidden states [B, N, K, H] of the drafts behind each anchor; times head.T, their logits.
+    """Hidden states [B, N, K, H] of the drafts behind each anchor, for `Drafter.logits`.
 
     K+1 slots are laid out, as vLLM does.
     """

@@ -68,7 +68,7 @@ def chances(
         for k in range(num_drafts):
             # dflash.acceptance never counts a draft in the place of the last token.
             inside = anchors[anchors + k + 2 <= count]
-            logits = hidden[: len(inside), k].contiguous() @ head.T
+            logits = drafter.logits(hidden[: len(inside), k].contiguous(), head)
             q = draft_probabilities(logits, sampling if probabilistic else Sampling())
             p, x = p_next[inside - first + k], tokens[inside + k + 1, None]
             given[inside, k] = _ratio(q.gather(1, x), p.gather(1, x))[:, 0]

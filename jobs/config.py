@@ -100,6 +100,12 @@ class Drafter:
     mask_token_id: int = setting(
         -1, "token of the masked slots; -1: an unused special token", minimum=-1
     )
+    draft_vocab: int = setting(
+        8192,
+        "tokens that can be drafted, the most frequent of the training answers; 0: the target's "
+        "whole vocabulary, as where it is no larger",
+        minimum=0,
+    )
     sliding_window: int = setting(
         0,
         "positions that a slot sees back, itself included, in every layer; at least block_size; "

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from dflash.checkpoint import BORROWED, WEIGHTS, load_drafter, read_config, weights_sha256
+from dflash.checkpoint import BORROWED, LM_HEAD, WEIGHTS, load_drafter, read_config, weights_sha256
 from dflash.config import PLAIN_KEYS, DrafterConfig
 from dflash.target import open_tensors, target_id
 from jobs.config import Config
@@ -100,7 +100,8 @@ def tensors(subject: Subject) -> Iterator[Check]:
         fix = "remove them: vLLM loads what it finds, replay does not"
         yield Check("tensors", f"beside {WEIGHTS}: {', '.join(others)}", "fail", fix)
     yield from _borrowed(subject)
-    dtypes = Counter(str(t.dtype).removeprefix("torch.") for t in _stored(subject.folder).values())
+    weights = [t for t in _stored(subject.folder).values() if t.is_floating_point()]
+    dtypes = Counter(str(t.dtype).removeprefix("torch.") for t in weights)
     declared = subject.raw.get("dtype") or subject.raw.get("torch_dtype")
     if set(dtypes) != {declared}:
         fix = "export in one dtype and write it as dtype"
@@ -124,11 +125,14 @@ def _borrowed(subject: Subject) -> Iterator[Check]:
     for name in [n for n in BORROWED if n in wanted and n in stored]:
         own = target(wanted[name])
         own = target("model.embed_tokens.weight") if own is None else own
+        if own is not None and name == LM_HEAD and subject.shape.draft_vocab_size:
+            own = own[load_drafter(subject.folder).draft_head(own)[0]]
         if own is None or not torch.equal(own, stored[name].to(own.dtype)):
+            found = f"{name} is not the target's, and vLLM would use it"
             fix = f"remove {name} from {WEIGHTS}: the target's is used then, as in replay"
-            yield Check(
-                "tensors", f"{name} is not the target's, and vLLM would use it", "fail", fix
-            )
+            if subject.shape.draft_vocab_size and name == LM_HEAD:
+                fix = "serve the target it was trained for, or export the drafter again"
+            yield Check("tensors", found, "fail", fix)
 
 
 def target(subject: Subject) -> Iterator[Check]:

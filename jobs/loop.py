@@ -44,6 +44,7 @@ from dflash.train import (
     step_loss,
     to_device,
 )
+from dflash.vocabulary import frequent_tokens, set_vocabulary
 from jobs.checkpoints import commit_state, newest_state, read_state, states_folder, write_result
 from jobs.config import Config
 from jobs.feed import GIB, LazySamples, feature_cache, prefetched, training_set, val_requests
@@ -93,11 +94,11 @@ class Loop:
         self.sharded = cfg.train.shard == "fsdp"
         self.drafter = self._start()
         self.averaged = self._start() if cfg.train.ema else self.drafter
+        self._load_data()
         self.params = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizers = build_optimizers(
             self.drafter, cfg.train.optimizer, cfg.train.lr, self.dtype
         )
-        self._load_data()
         self.step, self.seconds, self.slots = 0, 0.0, 0
         self.choice, self.best_weights = Choice(), {}
         self._keep(self._weights())
@@ -123,6 +124,11 @@ class Loop:
         named = named_tokens(self.data.samples, self.labels)
         self.candidates = Candidates(named, len(self.head), cfg.random_candidates)
         self.candidates.position = self.candidates.position.to(self.device)
+        if shape.draft_vocab_size and not cfg.base:
+            answers = (sample.ids[sample.loss_mask] for sample in self.data.samples)
+            ids = frequent_tokens(answers, shape.draft_vocab_size, len(self.head))
+            for drafter in (self.drafter, self.averaged):
+                set_vocabulary(drafter, self.head, ids)
 
     def train(self) -> None:
         """Run the remaining steps; validate and save on the way.

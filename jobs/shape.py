@@ -31,7 +31,7 @@ def drafter_config(cfg: Config) -> DrafterConfig:
     """A new drafter: the target's widths, plain RoPE of the target's base, our depth and block."""
     target = target_config(cfg)
     rope = target.get("rope_parameters") or target
-    heads = target["num_attention_heads"]
+    heads, reduced = target["num_attention_heads"], cfg.drafter.draft_vocab
     return DrafterConfig(
         hidden_size=target["hidden_size"],
         intermediate_size=target["intermediate_size"],
@@ -48,6 +48,7 @@ def drafter_config(cfg: Config) -> DrafterConfig:
         target_layer_ids=target_taps(cfg),
         mask_token_id=mask_token(cfg, target["vocab_size"]),
         sliding_window=cfg.drafter.sliding_window,
+        draft_vocab_size=reduced if reduced < target["vocab_size"] else 0,
     )
 
 

@@ -124,7 +124,7 @@ def test_served_causality_follows_the_order_of_vllm(config):
         ({"use_sliding_window": False}, "without a window"),
         ({"sliding_window": 5}, "smaller than block_size 6"),
         ({"attention_bias": True}, "attention_bias = True"),
-        ({"draft_vocab_size": 50}, "a reduced vocabulary"),
+        ({"draft_vocab_size": 98}, r"draft_vocab_size 98 is outside 0\.\.96"),
         ({"target_hidden_size": 64}, "target_hidden_size = 64"),
         ({"rope_parameters": {"rope_theta": 1.0, "rope_type": "yarn"}}, "scaled RoPE"),
     ],

@@ -1,4 +1,6 @@
-"""Sliding-window drafters in a real vLLM: served rounds equal replayed ones, window and all."""
+"""Sliding-window drafters in a real vLLM, one of them of a reduced vocabulary: served
+rounds equal replayed ones.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -10,13 +12,14 @@ from dflash.checkpoint import load_drafter, save_drafter
 from dflash.config import DrafterConfig
 from dflash.decode import decode
 from dflash.loss import Candidates, Sample
-from dflash.model import drafter_of, new_drafter
+from dflash.model import Drafter, drafter_of, new_drafter
 from dflash.objective import choose_weights, recorded_token
 from dflash.optim import build_optimizers
 from dflash.replay import Request as Recorded
 from dflash.replay import replay
 from dflash.target import load_target
 from dflash.train import generator, step_batch, step_indices, step_loss
+from dflash.vocabulary import frequent_tokens, set_vocabulary
 from serving.acceptance import rounds
 from serving.client import Request, complete
 from serving.server import Server
@@ -45,7 +48,7 @@ def samples(target):
     return found
 
 
-def trained(target, samples, causal):
+def trained(target, samples, causal, vocabulary):
     """A drafter of window 6 that knows these answers a little: accepted about once a round."""
     shape: dict[str, Any] = {
         "hidden_size": 64,
@@ -67,6 +70,7 @@ def trained(target, samples, causal):
         mask_token_id=3,
         sliding_window=6,
         is_causal=causal,
+        draft_vocab_size=vocabulary,
     )
     drafter = new_drafter(cfg, seed=0)
     [optimizer] = build_optimizers(drafter, "adamw", 5e-3, torch.float32)
@@ -81,12 +85,20 @@ def trained(target, samples, causal):
         (out.loss / out.weight).backward()
         optimizer.step()
         optimizer.zero_grad()
+    if vocabulary:
+        answers = (sample.ids[sample.loss_mask] for sample in samples)
+        set_vocabulary(drafter, target.head, frequent_tokens(answers, vocabulary, VOCABULARY))
     return drafter
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_served_rounds_are_the_replayed_ones(tiny_target, target, samples, tmp_path, causal):
-    folder = save_drafter(trained(target, samples, causal), tmp_path / "drafter", torch.float32)
+@pytest.mark.parametrize(
+    ("causal", "vocabulary"), [(False, 40), (True, 0)], ids=["bidirectional-reduced", "causal"]
+)
+def test_served_rounds_are_the_replayed_ones(
+    tiny_target, target, samples, tmp_path, causal, vocabulary
+):
+    drafter = trained(target, samples, causal, vocabulary)
+    folder = save_drafter(drafter, tmp_path / "drafter", torch.float32)
     requests = [
         Request(prompt=p, max_tokens=ANSWER, temperature=0.0, extra={"ignore_eos": True})
         for p in PROMPTS
@@ -104,6 +116,10 @@ def test_served_rounds_are_the_replayed_ones(tiny_target, target, samples, tmp_p
     assert [rounds(answer)[0] for answer in answers] == replayed
     # The comparison can fail: a window of one more or less gives other rounds, and so on.
     changes = [{"sliding_window": window} for window in (0, 5, 7)]
-    for change in [*changes, {"is_causal": not causal}]:
-        other = drafter_of(replace(drafter.cfg, **change), drafter.state_dict())
+    changes += [{"is_causal": not causal}, *([{"draft_vocab_size": 0}] if vocabulary else [])]
+    for change in changes:
+        shape = replace(drafter.cfg, **change)
+        wanted = Drafter(shape).state_dict()
+        state = {name: t for name, t in drafter.state_dict().items() if name in wanted}
+        other = drafter_of(shape, state)
         assert replay(other, target.embedding, target.head, recorded, 3) != replayed
