@@ -7,6 +7,7 @@ of every estimator is in `detail`, with a standard error over prompts.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +94,7 @@ def measure(kind: str, answers: dict[str, list[Answer]]) -> dict[str, Any]:
     others = next(found for name, found in answers.items() if name != kind)
     draws = Resamples([str(answer.prompt) for answer in mine], 200)
 
-    def term(sign: float, pairs: list[tuple[float, float]]) -> Term:
+    def term(sign: float, pairs: Sequence[tuple[float, float]]) -> Term:
         tokens, rounds = zip(*pairs, strict=True)
         return sign, draws.sums(tokens), draws.sums(rounds)
 

@@ -122,8 +122,9 @@ class Drafter(nn.Module):
         self.layers: Any = nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         if size := cfg.draft_vocab_size:
-            self.lm_head = nn.Module()
+            self.lm_head: Any = nn.Module()
             self.lm_head.register_buffer("weight", torch.zeros(size, cfg.hidden_size))
+            self.d2t: Tensor
             self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
 
     def context(self, features_BTF: Tensor, start: int = 0) -> ContextKV:
