@@ -46,7 +46,7 @@ Answers = dict[str, list[dict[str, Any]]]
 
 def main() -> None:
     """Compare and print the JSON line; `ratio` is against sdpa, detail.ratio_compiled the other."""
-    cfg = load(None, sys.argv[1:])
+    cfg = load(None, [*sys.argv[1:], "drafter.draft_vocab=0"])  # as the peer's
     samples = training_samples(cfg)
     seen = torch.cat([s.ids[s.loss_mask] for s in samples]).unique()
     samples = samples[:SAMPLES]

@@ -79,7 +79,8 @@ class Racer:
 
 def main() -> None:
     """Race and print the JSON line; `ratio` is published / ours."""
-    cfg = load(None, sys.argv[1:]).override("train", steps=RACE_STEPS)
+    cfg = load(None, [*sys.argv[1:], "drafter.draft_vocab=0"])  # as the peer's
+    cfg = cfg.override("train", steps=RACE_STEPS)
     samples = training_samples(cfg)
     seen = torch.cat([s.ids[s.loss_mask] for s in samples]).unique()
     target = load_target(cfg.target_path, resolve_dtype(cfg.target.dtype))

@@ -7,7 +7,7 @@ slices and the comparison, and a report page.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -254,9 +254,9 @@ def baseline_side(cfg: Config, folder: Path, dtype: torch.dtype) -> Side | None:
 
 
 def untrained_walks(cfg: Config, requests: list[Request], k: int) -> list[list[int]]:
-    """Walks of a random drafter of the configured shape: what the loop starts from."""
+    """Walks of a random drafter of the configured layers: what the loop starts from."""
     borrowed = load_borrowed(cfg.target_path, resolve_dtype(cfg.target.dtype))
-    drafter = new_drafter(drafter_config(cfg), cfg.train.seed)
+    drafter = new_drafter(replace(drafter_config(cfg), draft_vocab_size=0), cfg.train.seed)
     return replay(drafter, *borrowed, requests, k)
 
 

@@ -20,7 +20,11 @@ from serving.client import Request, complete
 
 def run(cfg: Config) -> dict[str, Any]:
     """Send what is missing; returns requests, tokens and tokens per second."""
-    wanted = demo_prompts(cfg)
+    return send(cfg, demo_prompts(cfg))
+
+
+def send(cfg: Config, wanted: list[Prompt]) -> dict[str, Any]:
+    """`run` for any prompts."""
     folder = cfg.path("capture")
     known = captured(folder)
     missing = [p for p in wanted if p.conversation_id not in known]

@@ -1,0 +1,180 @@
+"""make bench-adapt: a drafter of three domains adapts to a fourth, with 10k, 30k, 100k tokens.
+
+All weights and LoRA, with and without a replay mix of the old domains; scored by replay on the same
+held-out conversations of every domain. An hour on two cores; what is done already is kept, so
+it continues after Ctrl-C. Ends with <work>/adapt.json, <work>/adapt.svg and one JSON line, `ratio`
+being tau on the new domain after 100k tokens over tau of the base, the best of those that keep the
+old domains within 1 %.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from bench.domains import prompts as more_prompts
+from bench.harness import cpu_name, report
+from jobs import evaluate, harvest, ingest, target, traffic, train
+from jobs.checkpoints import read_result, states_folder
+from jobs.cluster import cluster
+from jobs.config import Config, load
+from jobs.console import print_table
+from jobs.demo_traffic import Prompt, prompts
+from store.files import commit
+from store.ids import split_of
+
+OLD, NEW = ("tickets", "general", "reviews"), "sql"
+PROMPTS = {"tickets": 160, "general": 85, "reviews": 200, NEW: 2600}
+SIZES = {10_000: 100, 30_000: 160, 100_000: 320}
+"""Answer tokens of the new domain -> training steps."""
+MIX = 0.3
+FULL = ["train.lr=1e-2"]
+LORA = ["train.lora_rank=16", "train.optimizer=adamw", "train.lr=5e-3"]
+RECIPES = {
+    "all weights, no mix": FULL,
+    "all weights, mix": [*FULL, f"train.mix={MIX}"],
+    "LoRA, no mix": LORA,
+    "LoRA, mix": [*LORA, f"train.mix={MIX}"],
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    """Work folders below one, all of one target, and the settings the user gave."""
+
+    folder: Path
+    settings: list[str]
+
+    def config(self, name: str, *more: str) -> Config:
+        """Settings of the work folder `name`; the target and its features are shared."""
+        shared = [f"work={self.folder / name}", f"target.path={self.folder / 'all' / 'target'}"]
+        held_out = ["ingest.val_percent=4", "ingest.test_percent=8", "train.val_samples=16"]
+        return load(None, [*held_out, *self.settings, *shared, *more])
+
+
+def main() -> None:
+    """Collect, train the base, adapt, evaluate; print the JSON line."""
+    given = [word for word in sys.argv[1:] if not word.startswith("work=")]
+    [work] = [word.removeprefix("work=") for word in sys.argv[1:] if word not in given] or [
+        "runs/adapt"
+    ]
+    study = Study(Path(work).absolute(), given)
+    lines = collect(study)
+    with cluster(study.config("all")):
+        for name, size in {"base": 0, **{f"{n}": n for n in SIZES}}.items():
+            share(study, name, lines, size)
+        base = train.run(study.config("base"))
+        found = [score(study, "base", base, recipe="base", tokens=0)]
+        for size, steps in SIZES.items():
+            for recipe, settings in RECIPES.items():
+                common = [f"train.base={base['folder']}", f"train.domain={NEW}"]
+                common += [f"train.steps={steps}", f"train.val_every={steps // 4}"]
+                cfg = study.config(str(size), *common, "train.max_slice_loss=1", *settings)
+                found.append(score(study, str(size), train.run(cfg), recipe, size))
+    finish(study, found)
+
+
+def collect(study: Study) -> list[dict[str, Any]]:
+    """Answers of the target to all prompts, harvested: the captured lines."""
+    cfg = study.config("all", f"target.path={study.folder / 'all' / 'target'}")
+    target.run(cfg.override("target", path=""))
+    traffic.send(cfg, [p for domain, count in PROMPTS.items() for p in ask(domain, count)])
+    with cluster(cfg):
+        ingest.run(cfg)
+        harvest.run(cfg)
+    paths = sorted(cfg.path("capture").glob("[!.]*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
+
+
+def ask(domain: str, count: int) -> list[Prompt]:
+    """Prompts of the demo or of bench/domains.py."""
+    return (prompts if domain in ("tickets", "general") else more_prompts)(domain, count, seed=0)
+
+
+def share(study: Study, name: str, lines: list[dict[str, Any]], tokens: int) -> None:
+    """A work folder with the old domains, `tokens` training tokens of the new one, and all held-out
+    conversations of both, on the features of all.
+    """
+    cfg = study.config(name)
+    cfg.path("capture").mkdir(parents=True, exist_ok=True)
+    if not cfg.path("features").exists():
+        os.symlink(study.folder / "all" / "features", cfg.path("features"))
+    kept, used = [], 0
+    for line in sorted(lines, key=lambda line: line["conversation_id"]):
+        shares = (cfg.ingest.val_percent, cfg.ingest.test_percent)
+        if line["domain"] == NEW and split_of(line["conversation_id"], *shares) == "train":
+            if used >= tokens:
+                continue
+            used += len(line["output_ids"])
+        kept.append(json.dumps(line))
+    if used < tokens:
+        raise ValueError(f"only {used} training tokens of {NEW}, not {tokens}: raise PROMPTS")
+    text = "\n".join(kept).encode() + b"\n"
+    commit(cfg.path("capture", "subset.jsonl"), lambda stream: stream.write(text))
+    ingest.run(cfg)
+
+
+def score(
+    study: Study, name: str, trained: dict[str, Any], recipe: str, tokens: int
+) -> dict[str, Any]:
+    """Replayed tau of a drafter by domain, on the held-out conversations."""
+    cfg = study.config(name)
+    path = cfg.path("evaluations", f"{trained['name']}.json")
+    if not path.is_file():
+        evaluate.run(cfg.override("evaluate", drafter=trained["folder"]))
+    taus = json.loads(path.read_bytes())["tau"]["domains"]
+    metrics = read_result(states_folder(cfg, trained["name"]))
+    return {"recipe": recipe, "tokens": tokens, "tau": taus, "seconds": metrics["seconds"]}
+
+
+def finish(study: Study, found: list[dict[str, Any]]) -> None:
+    """Table, picture, JSON."""
+    base, adapted = found[0], found[1:]
+    for row in found:
+        row["gain"] = row["tau"][NEW] / base["tau"][NEW] - 1
+        row["kept"] = {name: row["tau"][name] / base["tau"][name] - 1 for name in OLD}
+    evaluate.save_json(study.folder / "adapt.json", {"cpu": cpu_name(), "rows": found})
+    table = [
+        [r["recipe"], r["tokens"], r["tau"][NEW], *(r["tau"][n] for n in OLD), r["seconds"]]
+        for r in found
+    ]
+    print_table("Adaptation to sql", ["recipe", "tokens", NEW, *OLD, "seconds"], table)
+    draw(base, adapted).savefig(study.folder / "adapt.svg")
+    most = [r for r in adapted if r["tokens"] == max(SIZES)]
+    keeping = [r for r in most if min(r["kept"].values()) >= -0.01] or most
+    best = max(keeping, key=lambda row: row["gain"])
+    report("adapt", [1 + best["gain"]], "tau adapted / tau of the base", {"best": best})
+
+
+def draw(base: dict[str, Any], adapted: list[dict[str, Any]]) -> Figure:
+    """Tau on the new domain, and the worst change of an old one, by training tokens."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    gained, lost = figure.subplots(1, 2)
+    for recipe in RECIPES:
+        rows = [row for row in adapted if row["recipe"] == recipe]
+        tokens = [row["tokens"] for row in rows]
+        style = {"marker": "o", "linestyle": "--" if "no mix" in recipe else "-"}
+        color = "tab:blue" if "LoRA" in recipe else "tab:orange"
+        gained.plot(tokens, [row["tau"][NEW] for row in rows], color=color, label=recipe, **style)
+        worst = [100 * min(row["kept"].values()) for row in rows]
+        lost.plot(tokens, worst, color=color, **style)
+    gained.axhline(base["tau"][NEW], color="gray", linestyle=":", label="base")
+    lost.axhline(0, color="gray", linestyle=":")
+    gained.set_ylabel(f"tau on {NEW}")
+    lost.set_ylabel("worst change of tau, old domains (%)")
+    for axes in (gained, lost):
+        axes.set_xscale("log")
+        axes.set_xticks(list(SIZES), [f"{size // 1000}k" for size in SIZES])
+        axes.minorticks_off()
+        axes.set_xlabel(f"answer tokens of {NEW}")
+        axes.grid(alpha=0.3)
+    gained.legend(fontsize="small")
+    return figure
+
+
+if __name__ == "__main__":
+    main()
