@@ -1,4 +1,4 @@
-"""Two more domains for studies, in the manner of the demo's: seeded templates, answered by the target.
+"""Two more domains for studies, seeded templates as the demo's: the answers are the target's.
 
 `sql`: a question about a table to a query and its explanation. `reviews`: a product review to a
 verdict with reasons.
@@ -82,14 +82,12 @@ def _sql(rng: random.Random) -> Messages:
         value=rng.choice(VALUES),
         limit=rng.randint(2, 99) * 10,
     )
+    columns = ", ".join(["id", *texts, *numbers])
     return [
         {"role": "system", "content": SQL_SYSTEM},
         {"role": "user", "content": SQL_EXAMPLE},
         {"role": "assistant", "content": SQL_ANSWER},
-        {
-            "role": "user",
-            "content": f"Table {table}({', '.join(['id', *texts, *numbers])}). {question}",
-        },
+        {"role": "user", "content": f"Table {table}({columns}). {question}"},
     ]
 
 
