@@ -14,6 +14,9 @@ from serving.client import Completion, Request, complete
 
 BATCHES = (1, 8)
 """Batch sizes at which a round is timed."""
+WAVES = 2
+"""Requests sent per batch size, in batches. In a single one a large K looks cheap: answers it
+finishes early leave a smaller batch behind, which traffic would fill."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +29,12 @@ class Cost:
 
 
 def measure_cost(
-    plain_url: str, drafted_url: str, requests: Sequence[Request], k: int, max_tokens: int = 32
+    plain_url: str, drafted_url: str, requests: Sequence[Request], k: int, max_tokens: int = 64
 ) -> list[Cost]:
     """Cost at each batch size, from short answers to the same requests on both servers.
 
-    Prefill does not count: vLLM reports the time from the first output token to the last.
+    A request's own prefill does not count (vLLM reports the time from the first output token to the
+    last), that of others meanwhile does, the same for every K and for none.
     Raises ValueError if no answer has a second token.
     """
     short = [replace(r, max_tokens=min(r.max_tokens, max_tokens)) for r in requests]
@@ -38,7 +42,7 @@ def measure_cost(
         complete(url, short[:1], 1)
     found = []
     for batch in BATCHES:
-        asked = short[: max(3, batch)]
+        asked = short[: WAVES * batch]
         plain, drafted = (complete(url, asked, batch) for url in (plain_url, drafted_url))
         steps = sum(len(answer.output_ids) - 1 for answer in plain)
         rounds = sum(answer.spec["num_spec_steps"] for answer in drafted if answer.spec)

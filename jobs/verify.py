@@ -240,8 +240,7 @@ def probe(cfg: Config, plain: Server, probes: list[Server], narrow: list[Request
     """Costs of a round at the K of the probes; none if serve.k leaves nothing to choose."""
     if cfg.serve.k:
         return []
-    asked = narrow[: max(BATCHES)]
-    return [cost for p in probes for cost in measure_cost(plain.url, p.url, asked, p.k[0])]
+    return [cost for p in probes for cost in measure_cost(plain.url, p.url, narrow, p.k[0])]
 
 
 def check_reference(cfg: Config, folder: Path, rows: list[Row]) -> dict[str, Any]:
