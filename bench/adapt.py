@@ -29,7 +29,7 @@ from store.ids import split_of
 
 OLD, NEW = ("tickets", "general", "reviews"), "sql"
 PROMPTS = {"tickets": 160, "general": 85, "reviews": 200, NEW: 2600}
-SIZES = {10_000: 100, 30_000: 160, 100_000: 320}
+SIZES = {10_000: 60, 30_000: 120, 100_000: 240}
 """Answer tokens of the new domain -> training steps."""
 MIX = 0.3
 FULL = ["train.lr=1e-2"]
@@ -37,7 +37,6 @@ LORA = ["train.lora_rank=16", "train.optimizer=adamw", "train.lr=5e-3"]
 RECIPES = {
     "all weights, no mix": FULL,
     "all weights, mix": [*FULL, f"train.mix={MIX}"],
-    "LoRA, no mix": LORA,
     "LoRA, mix": [*LORA, f"train.mix={MIX}"],
 }
 
@@ -52,7 +51,7 @@ class Study:
     def config(self, name: str, *more: str) -> Config:
         """Settings of the work folder `name`; the target and its features are shared."""
         shared = [f"work={self.folder / name}", f"target.path={self.folder / 'all' / 'target'}"]
-        held_out = ["ingest.val_percent=4", "ingest.test_percent=8", "train.val_samples=16"]
+        held_out = ["ingest.val_percent=4", "ingest.test_percent=8", "train.val_samples=8"]
         return load(None, [*held_out, *self.settings, *shared, *more])
 
 
@@ -72,7 +71,7 @@ def main() -> None:
         for size, steps in SIZES.items():
             for recipe, settings in RECIPES.items():
                 common = [f"train.base={base['folder']}", f"train.domain={NEW}"]
-                common += [f"train.steps={steps}", f"train.val_every={steps // 4}"]
+                common += [f"train.steps={steps}", f"train.val_every={steps // 2}"]
                 cfg = study.config(str(size), *common, "train.max_slice_loss=1", *settings)
                 found.append(score(study, str(size), train.run(cfg), recipe, size))
     finish(study, found)
