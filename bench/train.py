@@ -29,12 +29,13 @@ from bench.harness import cpu_name, report
 from bench.lines import Worker
 from bench.trainers.task import batch_of, gamma_of, last_states, training_samples, write_task
 from dflash.loss import Batch, Candidates, Sample
+from dflash.model import new_drafter
 from dflash.objective import decay
 from dflash.target import Target, backbone, load_target, resolve_dtype
 from dflash.train import generator, step_loss
 from jobs.config import Config, load
 from jobs.console import print_table
-from jobs.loop import start_drafter
+from jobs.shape import drafter_config
 
 THEIRS = Path(".venv-speculators/bin/python")
 ROUNDS = 9
@@ -105,7 +106,7 @@ def check_loss(
 
     Raises ValueError if the two differ. They divide by supervised slots, we by their weights.
     """
-    drafter = start_drafter(cfg)
+    drafter = new_drafter(drafter_config(cfg), cfg.train.seed)
     batch = batch_of(cfg, samples, drafter.cfg.num_drafts, 0)
     pairs = zip(samples, states, strict=True)
     teacher = [replace(s, ids=argmax_ids(target, s, last)) for s, last in pairs]
@@ -146,7 +147,7 @@ def summary(found: list[float]) -> dict[str, float]:
 
 def detail(cfg: Config, answers: Answers, ready: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Everything else of the JSON line."""
-    shape = start_drafter(cfg).cfg
+    shape = drafter_config(cfg)
     measured = {name: given[1:] for name, given in answers.items()}
     peak = {name: given[-1]["peak"] for name, given in measured.items()}
     return {

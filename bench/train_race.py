@@ -27,15 +27,15 @@ from bench.lines import Worker
 from bench.train import commands, take_turns
 from bench.trainers.task import last_states, training_samples, write_task
 from dflash.acceptance import tau
-from dflash.model import Drafter
+from dflash.model import Drafter, new_drafter
 from dflash.optim import build_optimizers
 from dflash.replay import Request, replay
 from dflash.target import Target, load_target, resolve_dtype
 from dflash.train import mixed_precision
 from jobs.config import Config, load
 from jobs.console import console, print_table
-from jobs.loop import start_drafter
 from jobs.samples import load_requests
+from jobs.shape import drafter_config
 
 GOAL = 2.0
 RACE_STEPS = 90
@@ -100,7 +100,13 @@ def main() -> None:
                 )
                 for name, command in lineup(cfg, folder, len(target.head), steps).items()
             }
-            run(racers, target, start_drafter(cfg), val, folder / "weights.safetensors")
+            run(
+                racers,
+                target,
+                new_drafter(drafter_config(cfg), cfg.train.seed),
+                val,
+                folder / "weights.safetensors",
+            )
     finish(cfg, racers)
 
 
@@ -110,7 +116,9 @@ def lineup(cfg: Config, folder: Path, vocab_size: int, steps: int) -> dict[str, 
     theirs = ours["sdpa"][: ours["sdpa"].index("sdpa") + 1]
     theirs = [*theirs, "--scheduler-total-steps", str(steps)]
     dtype = resolve_dtype(cfg.target.dtype)
-    optimizers = build_optimizers(start_drafter(cfg), "muon", cfg.train.lr, dtype)
+    optimizers = build_optimizers(
+        new_drafter(drafter_config(cfg), cfg.train.seed), "muon", cfg.train.lr, dtype
+    )
     matrices, vectors = (str(optimizer.param_groups[0]["lr"]) for optimizer in optimizers)
     muon = ["--muon-lr", matrices, "--muon-weight-decay", "0", "--weight-decay", "0"]
     muon += ["--lr", vectors, "--muon-adjust-lr-fn", "original"]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from dflash.model import ContextKV, Drafter
 from dflash.replay import draft_hidden
@@ -74,6 +73,8 @@ class _State:
     """The target's cache and the drafter's context, both ending just before the anchor."""
 
     def __init__(self, target: Target, drafter: Drafter | None):
+        from transformers import DynamicCache  # as in dflash/target.py
+
         self.target, self.drafter = target, drafter
         self.cache = DynamicCache(config=target.model.config)
         self.context: ContextKV = []

@@ -1,4 +1,7 @@
-"""The frozen target: its identity, its embedding and head, and one pass that reads its features."""
+"""The frozen target: its identity, its embedding and head, and one pass that reads its features.
+
+Transformers is imported where a model is run: it takes seconds, and training never needs it.
+"""
 
 import hashlib
 import json
@@ -6,12 +9,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
 
 IDENTITY_FILES = (
     "config.json",
@@ -83,7 +88,7 @@ def _amx() -> bool:
 class Target:
     """A loaded target. `embedding` and `head` are [V, H]; both belong to the frozen model."""
 
-    model: PreTrainedModel
+    model: "PreTrainedModel"
     dtype: torch.dtype
     embedding: Tensor
     head: Tensor
@@ -96,6 +101,8 @@ class Target:
         batch: token ids, any lengths (padded on the right, which a causal model never sees).
         A prefix that all share (a system prompt) is computed once.
         """
+        from transformers import DynamicCache
+
         prefix = common_prefix(batch)
         longest = max(len(ids) for ids in batch)
         padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in batch])
@@ -112,7 +119,7 @@ class Target:
             for i, ids in enumerate(batch)
         ]
 
-    def _forward(self, ids: Tensor, cache: DynamicCache, taps: Sequence[int]) -> "Features":
+    def _forward(self, ids: Tensor, cache: "DynamicCache", taps: Sequence[int]) -> "Features":
         """Taps and last with a batch dimension; extends the cache."""
         with Taps(self.model, taps) as tapped:
             last = backbone(self.model)(
@@ -155,7 +162,7 @@ class Features:
 class Taps:
     """Context manager that keeps the outputs of the tapped decoder layers of one forward."""
 
-    def __init__(self, model: PreTrainedModel, taps: Sequence[int]):
+    def __init__(self, model: "PreTrainedModel", taps: Sequence[int]):
         self.layers: list[nn.Module] = [backbone(model).layers[i] for i in taps]
         self.outputs: list[Tensor] = []
 
@@ -175,7 +182,7 @@ class Taps:
         self.outputs.append(output if isinstance(output, Tensor) else output[0])
 
 
-def backbone(model: PreTrainedModel) -> Any:
+def backbone(model: "PreTrainedModel") -> Any:
     """The decoder without its head: `.layers`, called with input_ids."""
     return model.model
 
@@ -191,6 +198,8 @@ def common_prefix(batch: Sequence[Sequence[int]]) -> int:
 
 def load_target(folder: str | os.PathLike, dtype: torch.dtype, device: str = "cpu") -> Target:
     """Load a frozen target in eval mode. Raises ValueError if the folder cannot be loaded."""
+    from transformers import AutoModelForCausalLM
+
     target_id(folder)
     try:
         model = AutoModelForCausalLM.from_pretrained(

@@ -8,8 +8,6 @@ modes differ in just that: a drafter trained behind "<think></think>" is not ser
 from collections import Counter
 from dataclasses import dataclass
 
-from transformers import AutoTokenizer
-
 from dflash.target import target_id
 from jobs.config import Config
 from jobs.doctor import Check
@@ -30,6 +28,8 @@ class Endings:
 
 def ask_endings(cfg: Config, url: str) -> Endings | None:
     """Ask the server and the folder's tokenizer; None for a target without a chat template."""
+    from transformers import AutoTokenizer  # as in dflash/target.py
+
     tokenizer = AutoTokenizer.from_pretrained(cfg.target_path, local_files_only=True)
     if not tokenizer.chat_template:
         return None

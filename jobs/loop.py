@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from dflash.checkpoint import load_drafter, save_drafter
+from dflash.config import DrafterConfig
 from dflash.lora import add_lora, merged
 from dflash.loss import Batch, Candidates
 from dflash.model import Drafter, drafter_of, new_drafter
@@ -49,7 +50,7 @@ from jobs.checkpoints import commit_state, newest_state, read_state, states_fold
 from jobs.config import Config
 from jobs.feed import GIB, LazySamples, feature_cache, prefetched, training_set, val_requests
 from jobs.progress import advance
-from jobs.shape import drafter_config, target_config
+from jobs.shape import target_config
 from jobs.tracking import Tracker
 from jobs.validation import Choice, replay_val
 
@@ -59,7 +60,7 @@ EXPORT_DTYPE = torch.bfloat16
 def worker(config: dict[str, Any]) -> None:
     """One rank, as Ray Train calls it; a restarted group continues from the newest state."""
     cfg, name = config["cfg"], config["name"]
-    loop = Loop(cfg, name, Tracker.join(cfg, config["mlflow_run"]))
+    loop = Loop(cfg, name, config["shape"], Tracker.join(cfg, config["mlflow_run"]))
     newest = newest_state(loop.folder)
     if newest is not None:
         loop.load(read_state(newest))
@@ -81,7 +82,7 @@ def worker(config: dict[str, Any]) -> None:
 class Loop:
     """A rank's training state and its steps."""
 
-    def __init__(self, cfg: Config, name: str, tracker: Tracker):
+    def __init__(self, cfg: Config, name: str, shape: DrafterConfig, tracker: Tracker):
         self.cfg, self.train_cfg, self.tracker = cfg, cfg.train, tracker
         self.folder, self.progress = states_folder(cfg, name), progress_file(cfg, name)
         context = ray.train.get_context()
@@ -92,8 +93,8 @@ class Loop:
         self.embedding = embedding.to(self.device)
         self.head = self.embedding if head is embedding else head.to(self.device)
         self.sharded = cfg.train.shard == "fsdp"
-        self.drafter = self._start()
-        self.averaged = self._start() if cfg.train.ema else self.drafter
+        self.drafter = self._start(shape)
+        self.averaged = self._start(shape) if cfg.train.ema else self.drafter
         self._load_data()
         self.params = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizers = build_optimizers(
@@ -105,8 +106,8 @@ class Loop:
         self.history: list[dict[str, float]] = []
         self.counts = torch.zeros(2 * self.drafter.cfg.num_drafts, dtype=torch.float64)
 
-    def _start(self) -> Drafter:
-        drafter = start_drafter(self.cfg).to(self.device)
+    def _start(self, shape: DrafterConfig) -> Drafter:
+        drafter = start_drafter(self.cfg, shape).to(self.device)
         if self.sharded:
             shard(drafter)
         return drafter
@@ -304,11 +305,11 @@ def progress_file(cfg: Config, name: str) -> Path:
     return cfg.path("runs", f".{name}.step")
 
 
-def start_drafter(cfg: Config) -> Drafter:
-    """The drafter that training starts from: train.base, with low-rank factors, or a new one."""
+def start_drafter(cfg: Config, shape: DrafterConfig) -> Drafter:
+    """What training starts from: train.base, with low-rank factors, or a new drafter of `shape`."""
     train = cfg.train
     if not train.base:
-        return new_drafter(drafter_config(cfg), train.seed)
+        return new_drafter(shape, train.seed)
     base = load_drafter(train.base, target_layers=target_config(cfg)["num_hidden_layers"])
     if not train.lora_rank:
         return base

@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer, GenerationConfig
 
 from dflash.replay import Request, length_groups
 from dflash.target import Target, load_target, resolve_dtype, target_id
@@ -100,6 +99,8 @@ Turn = tuple[int, list[int], list[int]]
 
 def answer(cfg: Config, target: Target, prompts: Prompts, longest: int) -> list[Turn]:
     """Every turn answered in order: later turns see the answers to the earlier ones."""
+    from transformers import AutoTokenizer  # as in dflash/target.py
+
     tokenizer = AutoTokenizer.from_pretrained(cfg.target_path, local_files_only=True)
     chats: list[list[Message]] = [[] for _ in prompts.conversations]
     found: list[Turn] = []
@@ -133,6 +134,8 @@ def generate(
     cfg: Config, target: Target, prompts: Sequence[list[int]], longest: int, label: str
 ) -> list[list[int]]:
     """Greedy answers of at most `longest` tokens, up to and with the end of text."""
+    from transformers import GenerationConfig
+
     ends = target_config(cfg)["eos_token_id"]
     ends = ends if isinstance(ends, list) else [ends]
     # A fresh config: the folder's own may ask for sampling or penalties.

@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from dflash.config import DrafterConfig, check_taps, default_taps
 from jobs.config import Config
 
@@ -72,6 +70,8 @@ def mask_token(cfg: Config, vocab_size: int) -> int:
     """
     if cfg.drafter.mask_token_id >= 0:
         return cfg.drafter.mask_token_id
+    from transformers import AutoTokenizer  # as in dflash/target.py
+
     tokenizer = AutoTokenizer.from_pretrained(cfg.target_path, local_files_only=True)
     taken = taken_tokens(tokenizer)
     free = [

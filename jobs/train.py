@@ -79,7 +79,7 @@ def _train(cfg: Config, name: str, shape: DrafterConfig) -> dict[str, Any]:
     tracker.describe(params, execution, to_yaml(cfg))
     try:
         with cluster(cfg):
-            result = _fit(cfg, name, tracker.run_id)
+            result = _fit(cfg, name, shape, tracker.run_id)
     except ValueError:
         tracker.end("FAILED")
         raise
@@ -98,10 +98,10 @@ def _inputs(cfg: Config) -> dict[str, Any]:
     }
 
 
-def _fit(cfg: Config, name: str, mlflow_run: str) -> dict[str, Any]:
+def _fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[str, Any]:
     trainer = TorchTrainer(
         worker,
-        train_loop_config={"cfg": cfg, "name": name, "mlflow_run": mlflow_run},
+        train_loop_config={"cfg": cfg, "name": name, "shape": shape, "mlflow_run": mlflow_run},
         scaling_config=_scaling(cfg),
         run_config=RunConfig(
             name=name,

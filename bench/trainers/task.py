@@ -13,12 +13,12 @@ from tqdm import tqdm
 
 from dflash.checkpoint import save_drafter
 from dflash.loss import Batch, Sample
+from dflash.model import new_drafter
 from dflash.objective import default_gamma, recorded_token
 from dflash.target import Target, resolve_dtype
 from dflash.train import step_batch, step_indices
 from jobs.config import Config
 from jobs.feed import LazySamples, feature_cache, training_set
-from jobs.loop import start_drafter
 from jobs.shape import drafter_config
 
 TARGET_BATCH = 16
@@ -67,7 +67,7 @@ def write_task(
     steps: int,
 ) -> None:
     """Write the folder. `seen`: the label ids of the whole training split (Candidates)."""
-    drafter = start_drafter(cfg)
+    drafter = new_drafter(drafter_config(cfg), cfg.train.seed)
     save_drafter(drafter, folder / "start", torch.float32)
     tensors = {"seen": seen}
     for i, (sample, last) in enumerate(zip(samples, states, strict=True)):
