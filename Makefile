@@ -36,13 +36,16 @@ venv: $(INSTALLED)  ## make or update .venv
 demo: $(INSTALLED)  ## turn the whole loop once, with a real model, in runs/demo
 	@$(BIN)/flywheel demo $(ARGS)
 
+# Two processes: most of a test's time is one thread that imports or starts something.
+TWICE := -n 2 --dist loadfile
+
 .PHONY: test
 test: $(INSTALLED)  ## all tests, end to end ones included
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(TWICE) $(ARGS)
 
 .PHONY: test-fast
 test-fast: $(INSTALLED)  ## the tests that take seconds
-	$(BIN)/python -m pytest -m "not e2e and not slow" $(ARGS)
+	$(BIN)/python -m pytest $(TWICE) -m "not e2e and not slow" $(ARGS)
 
 .PHONY: lint
 lint: $(INSTALLED)  ## ruff and pyright

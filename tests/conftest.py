@@ -3,6 +3,10 @@
 import shutil
 
 import pytest
+import torch
+
+# Two threads on matrices this small only wait for each other.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

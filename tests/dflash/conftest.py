@@ -15,9 +15,6 @@ from dflash.target import Target, load_target
 from dflash.train import generator, step_batch, step_indices, step_loss
 from tests.tiny import KINDS, make_target
 
-# Two threads on matrices this small only wait for each other.
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="session", params=sorted(KINDS))
 def target_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

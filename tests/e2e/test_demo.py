@@ -12,12 +12,12 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 SETTINGS = [
-    "demo.tickets=110",
+    "demo.tickets=80",
     "demo.general=10",
     "demo.max_tokens=64",
-    "train.steps=100",
-    "train.val_every=50",
-    "train.checkpoint_every=25",
+    "train.steps=70",
+    "train.val_every=35",
+    "train.checkpoint_every=20",
     "train.val_samples=8",
     "verify.repeats=1",
     "verify.reference_requests=2",
@@ -59,9 +59,8 @@ def summary(work):
     """Killed while traffic flows, killed again while training, then left to finish."""
     captured = work / "capture"
     kill_when(work, work / "first.log", lambda: _lines(captured) > 30)
-    kept = _lines(captured)
     kill_when(work, work / "second.log", lambda: any(work.glob("runs/*/step-*.pt")))
-    assert _lines(captured) < kept + 120, "requests that were captured before were sent again"
+    assert 90 <= _lines(captured) <= 98, "requests that were captured before were sent again"
     return run_demo(work, work / "third.log")
 
 
