@@ -60,7 +60,7 @@ def summary(work):
     captured = work / "capture"
     kill_when(work, work / "first.log", lambda: _lines(captured) > 30)
     kill_when(work, work / "second.log", lambda: any(work.glob("runs/*/step-*.pt")))
-    assert 90 <= _lines(captured) <= 98, "requests that were captured before were sent again"
+    assert 90 <= _lines(captured) <= 92, "requests that were captured before were sent again"
     return run_demo(work, work / "third.log")
 
 
