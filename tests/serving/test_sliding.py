@@ -12,14 +12,14 @@ from dflash.checkpoint import load_drafter, save_drafter
 from dflash.config import DrafterConfig
 from dflash.decode import decode
 from dflash.loss import Candidates, Sample
-from dflash.model import Drafter, drafter_of, new_drafter
+from dflash.model import drafter_of, new_drafter
 from dflash.objective import choose_weights, recorded_token
 from dflash.optim import build_optimizers
 from dflash.replay import Request as Recorded
 from dflash.replay import replay
 from dflash.target import load_target
 from dflash.train import generator, step_batch, step_indices, step_loss
-from dflash.vocabulary import frequent_tokens, set_vocabulary
+from dflash.vocabulary import frequent_tokens, set_vocabulary, whole_vocabulary
 from serving.acceptance import rounds
 from serving.client import Request, complete
 from serving.server import Server
@@ -116,10 +116,9 @@ def test_served_rounds_are_the_replayed_ones(
     assert [rounds(answer)[0] for answer in answers] == replayed
     # The comparison can fail: a window of one more or less gives other rounds, and so on.
     changes = [{"sliding_window": window} for window in (0, 5, 7)]
-    changes += [{"is_causal": not causal}, *([{"draft_vocab_size": 0}] if vocabulary else [])]
-    for change in changes:
-        shape = replace(drafter.cfg, **change)
-        wanted = Drafter(shape).state_dict()
-        state = {name: t for name, t in drafter.state_dict().items() if name in wanted}
-        other = drafter_of(shape, state)
+    others = [
+        drafter_of(replace(drafter.cfg, **change), drafter.state_dict())
+        for change in [*changes, {"is_causal": not causal}]
+    ]
+    for other in [*others, *([whole_vocabulary(drafter)] if vocabulary else [])]:
         assert replay(other, target.embedding, target.head, recorded, 3) != replayed
