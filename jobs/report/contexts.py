@@ -2,7 +2,8 @@
 
 Traffic is stored as it was served: ids name what people wrote. A page travels further than the
 store, so of the text around such a stretch only words are shown that answers of several
-conversations share, and no word with a digit; every other letter becomes an asterisk.
+conversations write in lower case, and no word with a digit; all others become asterisks. Names are
+shared by many conversations, too, but not in lower case.
 """
 
 import re
@@ -84,14 +85,16 @@ def longest_stretch(accepted: Sequence[int]) -> Stretch:
 
 
 def common_words(answers: Iterable[tuple[str, str]]) -> set[str]:
-    """Words without digits in answers (conversation, text) of at least FEWEST conversations."""
+    """Lower-case words without digits in answers (conversation, text) of FEWEST conversations."""
     seen: dict[str, set[str]] = {}
     for conversation, text in answers:
-        seen.setdefault(conversation, set()).update(WORD.findall(text.lower()))
+        seen.setdefault(conversation, set()).update(WORD.findall(text))
     counts = Counter(word for words in seen.values() for word in words)
-    return {
-        word for word, n in counts.items() if n >= FEWEST and not any(c.isdigit() for c in word)
-    }
+    return {word for word, n in counts.items() if n >= FEWEST and _plain(word)}
+
+
+def _plain(word: str) -> bool:
+    return word == word.lower() and not any(c.isdigit() for c in word)
 
 
 def masked(text: str, common: set[str]) -> str:

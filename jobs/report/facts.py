@@ -59,27 +59,41 @@ class Facts:
         self.k = self.verified["k"] if self.verified else self.evaluation["k"]
         self.baseline = self.evaluation["baseline"]
         self.names = {self.version: self.evaluation["drafter"]}
+        self.largest = {self.version: self.evaluation["k"]}  # drafts of a whole block
         if self.baseline:
             other = drafter_version(self.baseline["weights_sha256"])
             self.names[other] = self.baseline["drafter"]
+            self.largest[other] = len(self.baseline["tau"]["positions"])
         self.taus = self._ask(cfg, "tau_by_domain_and_version")
         self.rates = self._ask(cfg, "acceptance_by_position")
         self.endings = self._ask(cfg, "where_rounds_end")
-        self.walks = self._walks(cfg)
-        self.resamples = cfg.evaluate.bootstrap
+        walks = self._walks(cfg)
+        self._measured = {
+            (version, origin, k): self._measure(version, origin, k, walks, cfg.evaluate.bootstrap)
+            for version in self.names
+            for origin in ORIGINS
+            for k in {self.k, self.largest[version]}
+        }
         champion = sql.ask(cfg, "select drafter_version from champion").to_pylist()
         self.champion = champion[0]["drafter_version"] if champion else None
 
     def measured(self, origin: str, k: int, version: str = "") -> Measured | None:
-        """Greedy rows of `version` (default: the drafter itself), or None if there are none."""
-        version = version or self.version
+        """Greedy rows of `version` (default: the drafter itself), or None if there are none.
+
+        `k`: that of the page, or the largest of that drafter.
+        """
+        return self._measured[version or self.version, origin, k]
+
+    def _measure(
+        self, version: str, origin: str, k: int, walks: list[Row], resamples: int
+    ) -> Measured | None:
         where = {"drafter_version": version, "origin": origin, "k": k, "temperature": 0.0}
         taus = {r["domain"]: r for r in pick(self.taus, **where) if r["rounds"]}
         if ALL not in taus:
             return None
-        total, walks = taus[ALL], pick(self.walks, **where)
-        draws = Resamples([r["conversation_id"] for r in walks], self.resamples)
-        accepted = [r["accepted"] for r in walks]
+        total, mine = taus[ALL], pick(walks, **where)
+        draws = Resamples([r["conversation_id"] for r in mine], resamples)
+        accepted = [r["accepted"] for r in mine]
         return Measured(
             version=version,
             origin=origin,
@@ -109,7 +123,7 @@ class Facts:
     def _walks(self, cfg: Config) -> list[Row]:
         mine = pc.field("drafter_version").isin(list(self.names))
         mine &= pc.field("target_id") == self.evaluation["target_id"]
-        mine &= pc.field("k").isin([self.k, self.evaluation["k"]])
+        mine &= pc.field("k").isin([self.k, *self.largest.values()])
         columns = ["drafter_version", "origin", "k", "temperature", "conversation_id", "accepted"]
         return read_dataset(cfg.path("acceptance"), ACCEPTANCE, columns, mine).to_pylist()
 

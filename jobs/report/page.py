@@ -54,7 +54,7 @@ def render(cfg: Config, facts: Facts) -> str:
     environment.filters |= {"interval": interval, "signed": signed}
     evaluation = facts.evaluation
     return environment.get_template("page.html").render(
-        title=f"Drafter {evaluation['drafter']}",
+        title=evaluation["drafter"],
         lead=tables.lead(facts),
         headline=tables.headline(facts),
         subject=facts.version,

@@ -20,16 +20,16 @@ def test_the_longest_stretch_is_counted_in_output_tokens(accepted, stretch):
 
 
 def test_only_words_that_several_conversations_share_are_shown():
-    answers = [(f"c{i}", f"Dear Sir, order {i}5 of Zoe is on its way") for i in range(5)]
+    letter = "Please note: Zoe, the order 35 is on its way, please"
+    answers = [(f"c{i}", letter) for i in range(5)]
     answers += [("c9", "mail ana@example.org " * 9)]  # often, but in one conversation
-    common = common_words(answers)
-    text = "Dear Zoe, mail ana@example.org: order 35 is on"
-    assert masked(text, common) == "Dear Zoe, **** ***@*******.***: order ** is on"
-    assert masked(text, common_words(answers[:4])) == "".join(
-        "*" if c.isalnum() else c for c in text
-    )
+    text = "Please Zoe, mail ana@example.org: the order 35 is on"
+    shown = "Please ***, **** ***@*******.***: the order ** is on"
+    assert masked(text, common_words(answers)) == shown
+    hidden = "".join("*" if c.isalnum() else c for c in text)
+    assert masked(text, common_words(answers[:4])) == hidden
 
 
-def test_numbers_are_masked_however_common_they_are():
-    common = common_words((f"c{i}", "call 555 or ext2") for i in range(9))
-    assert masked("call 555 or ext2", common) == "call *** or ****"
+def test_numbers_and_names_are_masked_however_common_they_are():
+    common = common_words((f"c{i}", "call Maria, 555 or ext2") for i in range(9))
+    assert masked("Call Maria, 555 or ext2", common) == "Call *****, *** or ****"
