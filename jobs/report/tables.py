@@ -26,12 +26,10 @@ def headline(facts: Facts) -> list[tuple[str, Measured]]:
     """(name, numbers) of greedy rows: this drafter at the served and the largest K, the baseline
     at its largest.
     """
-    ks = sorted({facts.k, facts.evaluation["k"]})
-    found = [facts.measured(o, k, v) for v in facts.names for k in ks for o in ORIGINS]
-    rows = [m for m in found if m]
-    return [
-        (_name(facts, m.version), m) for m in rows if m.version == facts.version or m.k == ks[-1]
-    ]
+    ks = {version: [k] for version, k in facts.largest.items()}
+    ks[facts.version] = sorted({facts.k, facts.evaluation["k"]})
+    found = [facts.measured(o, k, v) for v in facts.names for k in ks[v] for o in ORIGINS]
+    return [(_name(facts, m.version), m) for m in found if m]
 
 
 def _name(facts: Facts, version: str) -> str:
