@@ -1,5 +1,7 @@
 """The sentences and tables of a report."""
 
+from itertools import groupby
+
 from jobs.report.facts import ORIGINS, Facts, Measured, Row
 
 
@@ -149,15 +151,16 @@ def k_advice(facts: Facts) -> list[str]:
 
 
 def _by_batch(ks: list[int]) -> str:
-    """[7, 7, 4] -> "K 7 at batch size 1 to 2, 4 from 3 on"."""
-    parts, start = [], 0
-    for i, k in enumerate(ks):
-        if i + 1 < len(ks) and ks[i + 1] == k:
-            continue
-        span = f"{start + 1} to {i + 1}" if i > start else f"{i + 1}"
-        parts.append(f"{k} " + (f"from {start + 1} on" if i + 1 == len(ks) else f"at {span}"))
-        start = i + 1
-    return f"K {parts[0]}" if len(parts) == 1 else "K by batch size: " + ", ".join(parts)
+    """[7] -> "K 7"; [7, 7, 4] -> "K by batch size: 7 at 1 to 2, 4 from 3 on"."""
+    if len(set(ks)) == 1:
+        return f"K {ks[0]}"
+    parts, start = [], 1
+    for k, same in groupby(ks):
+        end = start + len(list(same)) - 1
+        span = f"from {start} on" if end == len(ks) else f"at {start}"
+        parts.append(f"{k} {span}" + (f" to {end}" if start < end < len(ks) else ""))
+        start = end + 1
+    return "K by batch size: " + ", ".join(parts)
 
 
 def served(facts: Facts) -> list[tuple[str, str]]:
