@@ -17,6 +17,7 @@ from jobs.intervals import Resamples
 from jobs.report import publish, run
 from jobs.report.facts import Facts
 from jobs.report.page import interval, render
+from jobs.tracking import experiment_id
 from store import promotions
 from store.schemas import ACCEPTANCE
 from store.shards import write_manifest, write_shard
@@ -306,8 +307,7 @@ def test_the_page_goes_to_the_run_of_the_drafter(cfg, measured):
     page = run(cfg)["report"]
     run(cfg)  # a second time: the same run, the same artifact
     client = MlflowClient(cfg.mlflow_uri)
-    experiment = client.get_experiment_by_name(cfg.mlflow.experiment)
-    [found] = client.search_runs([experiment.experiment_id])
+    [found] = client.search_runs([experiment_id(client, cfg)])
     assert found.data.tags["flywheel.run"] == "sql-run-1"
     [artifact] = client.list_artifacts(found.info.run_id, "reports")
     assert artifact.path == "reports/sql-run-1.html"
