@@ -20,7 +20,7 @@ from dflash.target import load_target
 from jobs.config import load
 from jobs.evaluate import find_drafter
 from jobs.samples import load_requests
-from jobs.verify import end_tokens
+from jobs.shape import end_tokens
 
 REQUESTS, REPEATS = 16, 3
 

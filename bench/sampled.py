@@ -26,7 +26,7 @@ from jobs.config import load
 from jobs.evaluate import find_drafter
 from jobs.intervals import Resamples, Term
 from jobs.samples import load_requests
-from jobs.verify import end_tokens
+from jobs.shape import end_tokens
 
 PROMPTS, DRAWS, TOKENS = 16, 2, 48
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)

@@ -24,7 +24,7 @@ from dflash.vocabulary import whole_vocabulary
 from jobs.config import load
 from jobs.evaluate import find_drafter
 from jobs.samples import load_requests
-from jobs.verify import end_tokens
+from jobs.shape import end_tokens
 
 REQUESTS = 10
 

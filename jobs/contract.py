@@ -21,8 +21,8 @@ from dflash.config import PLAIN_KEYS, DrafterConfig
 from dflash.target import open_tensors, target_id
 from jobs.config import Config
 from jobs.doctor import Check
-from jobs.shape import taken_tokens, target_taps
-from jobs.verify import dtype_name, end_tokens
+from jobs.shape import end_tokens, taken_tokens, target_taps
+from jobs.verify import dtype_name
 from serving.checks import check_drafter
 from store.traffic import read_traffic
 

@@ -29,7 +29,7 @@ from jobs.describe import by_k, describe, gain
 from jobs.intervals import Resamples
 from jobs.registry import resolve
 from jobs.regression import load_sets
-from jobs.report import write_report
+from jobs.report import publish
 from jobs.samples import load_requests
 from jobs.shape import drafter_config
 from jobs.slices import Row, Walks
@@ -107,8 +107,8 @@ def run(cfg: Config) -> dict[str, Any]:
     }
     evaluation = save_json(cfg.path("evaluations", f"{folder.name}.json"), evaluation)
     _print(evaluation)
-    report = write_report(cfg, cfg.path("reports", f"{folder.name}.html"))
-    return {"stage": "evaluate", "report": str(report), **evaluation}
+    page = publish(cfg, evaluation["weights_sha256"])
+    return {"stage": "evaluate", "report": str(page), **evaluation}
 
 
 def compare(
@@ -118,6 +118,7 @@ def compare(
     draws = Resamples([row["conversation_id"] for row in rows], cfg.evaluate.bootstrap)
     found = {
         "samples": len(rows),
+        "conversations": draws.size,
         "rounds": num_rounds(walks[0]),
         "tau": describe(draws, rows, walks[0], sides[0].k),
         "baseline": None,

@@ -20,6 +20,7 @@ from jobs.console import console, print_table
 from jobs.contract import contract
 from jobs.doctor import Check, installed
 from jobs.evaluate import find_drafter, save_json
+from jobs.report import publish
 from jobs.trial import trial
 from jobs.verify import dtype_name
 from store.ids import short_hash
@@ -53,7 +54,9 @@ def run(cfg: Config) -> dict[str, Any]:
         **measured,
     }
     show(folder, checks, measured)
-    return save_json(path, result) | {"reused": False}
+    result = save_json(path, result)
+    publish(cfg, result["weights_sha256"])
+    return result | {"reused": False}
 
 
 def result_path(cfg: Config, folder: Path) -> Path:

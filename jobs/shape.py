@@ -85,3 +85,9 @@ def mask_token(cfg: Config, vocab_size: int) -> int:
             "that your traffic never contains"
         )
     return max(free)
+
+
+def end_tokens(cfg: Config) -> list[int]:
+    """The target's end-of-text ids."""
+    end = target_config(cfg)["eos_token_id"]
+    return [int(i) for i in (end if isinstance(end, list) else [end])]

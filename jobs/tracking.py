@@ -1,9 +1,11 @@
 """Training runs in MLflow: one run per run name, resumed when the training resumes."""
 
+import json
 import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import mlflow
@@ -90,6 +92,22 @@ class Tracker:
     def end(self, status: str = "FINISHED") -> None:
         """Mark the run finished, or FAILED."""
         self.client.set_terminated(self.run_id, status)
+
+
+def attach(cfg: Config, name: str, file: Path, folder: str) -> None:
+    """Keep a file below `folder` of the run named `name`: that of its training, or a new one for
+    a drafter that was trained elsewhere.
+    """
+    client = MlflowClient(cfg.mlflow_uri)
+    experiment = experiment_id(client, cfg)
+    found = client.search_runs([experiment], f"tags.`flywheel.run` = {json.dumps(name)}")
+    if found:
+        run_id = found[0].info.run_id
+    else:
+        run = client.create_run(experiment, tags={"flywheel.run": name}, run_name=name)
+        run_id = run.info.run_id
+        client.set_terminated(run_id)
+    client.log_artifact(run_id, str(file), folder)
 
 
 def metric_name(name: str) -> str:

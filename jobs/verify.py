@@ -14,23 +14,20 @@ from statistics import median
 from typing import Any
 
 import pyarrow.compute as pc
-import torch
 
 from dflash.acceptance import num_rounds, positions, tau
-from dflash.checkpoint import load_drafter, read_config, weights_sha256
-from dflash.decode import decode
-from dflash.replay import Request as Recorded
-from dflash.replay import replay
-from dflash.target import load_target, resolve_dtype, target_id
+from dflash.checkpoint import read_config, weights_sha256
+from dflash.target import resolve_dtype, target_id
 from jobs.choose_k import BATCHES, Cost, choose, measure_cost, predicted
 from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console, print_table
 from jobs.evaluate import commit_rows, domains, pick, save_json
+from jobs.reference import check_reference
 from jobs.registry import resolve
+from jobs.report import publish
 from jobs.samples import load_requests
 from jobs.serve import server
-from jobs.shape import target_config
 from jobs.slices import taus_by_slice
 from serving.acceptance import served_row
 from serving.client import Completion, Request, compare_speed, complete
@@ -61,7 +58,7 @@ def run(cfg: Config) -> dict[str, Any]:
     key = short_hash([weights_sha256(folder), [r["sample_id"] for r in rows], settings])
     path = cfg.path("verified", f"{key}.json")
     if path.is_file():
-        return json.loads(path.read_text()) | {"reused": True}
+        return published(cfg, json.loads(path.read_text())) | {"reused": True}
     result = {
         "stage": "verify",
         "version": str(version),
@@ -70,7 +67,12 @@ def run(cfg: Config) -> dict[str, Any]:
         "target_id": target_id(cfg.target_path),
     }
     result |= _verify(cfg, folder, str(version), rows)
-    return save_json(path, result) | {"reused": False}
+    return published(cfg, save_json(path, result)) | {"reused": False}
+
+
+def published(cfg: Config, result: dict[str, Any]) -> dict[str, Any]:
+    """The result with the drafter's page, written again with the served side."""
+    return result | {"report": str(publish(cfg, result["weights_sha256"]))}
 
 
 def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[str, Any]:
@@ -241,47 +243,6 @@ def probe(cfg: Config, plain: Server, probes: list[Server], narrow: list[Request
     if cfg.serve.k:
         return []
     return [cost for p in probes for cost in measure_cost(plain.url, p.url, narrow, p.k[0])]
-
-
-def check_reference(cfg: Config, folder: Path, rows: list[Row]) -> dict[str, Any]:
-    """Replay against the reference decoder on a few prompts, round by round, in float32."""
-    target = load_target(cfg.target_path, torch.float32)
-    drafter = load_drafter(folder)
-    taps, k = drafter.cfg.target_layer_ids, drafter.cfg.num_drafts
-    end = end_tokens(cfg)
-    identical, rounds, differing = 0, 0, []
-    chosen = rows[: cfg.verify.reference_requests]
-    for row in chosen:
-        prompt = list(row["prompt_ids"])
-        real = decode(target, prompt, len(row["output_ids"]), end, drafter, k)
-        ids = [*prompt, *real.output_ids]
-        features = target.features([ids], taps)[0].taps
-        again = replay(
-            drafter,
-            target.embedding,
-            target.head,
-            [Recorded(torch.tensor(ids), len(prompt), features)],
-            k,
-        )[0]
-        rounds += len(real.accepted)
-        if again == real.accepted:
-            identical += 1
-        else:
-            differing.append(
-                {"sample_id": row["sample_id"], "decoded": real.accepted, "replayed": again}
-            )
-    return {
-        "requests": len(chosen),
-        "identical": identical,
-        "rounds": rounds,
-        "differing": differing,
-    }
-
-
-def end_tokens(cfg: Config) -> list[int]:
-    """The target's end-of-text ids."""
-    end = target_config(cfg)["eos_token_id"]
-    return [int(i) for i in (end if isinstance(end, list) else [end])]
 
 
 def commit_served(

@@ -9,9 +9,10 @@ one continues. Ends with a table and <work>/summary.json.
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from jobs import evaluate, harvest, ingest, promote, report, sql, target, traffic, train, verify
+from jobs import evaluate, harvest, ingest, promote, sql, target, traffic, train, verify
 from jobs.cli import run_as_module
 from jobs.cluster import cluster
 from jobs.config import Config
@@ -52,8 +53,8 @@ def run(cfg: Config) -> dict[str, Any]:
     _stages(DELIVER[1:], cfg, done, seconds)
     for question in QUESTIONS:
         sql.run(cfg.override("sql", question=question))
-    page = report.write_report(cfg, cfg.path("reports", f"{done['train']['name']}.html"))
-    summary = _summary(cfg, done, seconds) | {"report": str(page.relative_to(cfg.path()))}
+    page = Path(done["verify"]["report"]).relative_to(cfg.path())
+    summary = _summary(cfg, done, seconds) | {"report": str(page)}
     summary = evaluate.save_json(cfg.path("summary.json"), summary)
     _show(cfg, summary)
     return summary

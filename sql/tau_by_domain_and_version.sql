@@ -1,6 +1,15 @@
 -- How many tokens does a round give, by drafter and domain?
 with requests as (
-    select target_id, origin, drafter_version, k, temperature, domain, accepted, rounds
+    select
+        target_id,
+        origin,
+        drafter_version,
+        k,
+        temperature,
+        domain,
+        conversation_id,
+        accepted,
+        rounds
     from acceptance
 ),
 
@@ -12,6 +21,7 @@ final as (
         temperature,
         if(grouping(domain) = 1, '(all)', domain) as domain,
         count(*) as requests,
+        count(distinct conversation_id) as conversations,
         sum(rounds) as rounds,
         tau(accepted) as tau_tokens_per_round,
         tau_macro(accepted) as tau_macro,
@@ -30,6 +40,7 @@ select
     temperature,
     domain,
     requests,
+    conversations,
     rounds,
     tau_tokens_per_round,
     tau_macro,

@@ -27,6 +27,14 @@ def harvested(tmp_path_factory, ray_cluster):
     return make_work(tmp_path_factory.mktemp("harvested"))
 
 
+@pytest.fixture(scope="session")
+def rivals(tmp_path_factory, ray_cluster):
+    """Traffic and two drafters to compare on it; do not write to it, copy it."""
+    from tests.work import make_rivals
+
+    return make_rivals(tmp_path_factory.mktemp("rivals"))
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory, harvested):
     """A copy of `harvested` for one test module."""

@@ -1,4 +1,4 @@
-"""A tiny work folder for jobs: a random target and its greedy traffic, up to its features."""
+"""Tiny work folders for jobs: a random target and its traffic, up to its features or drafters."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 
+from dflash.checkpoint import save_drafter
 from dflash.decode import decode
+from dflash.model import new_drafter
+from dflash.sampling import GREEDY, Sampling
 from dflash.target import load_target
 from dflash.train import generator
 from jobs import harvest, ingest
 from jobs.config import Config, load
-from tests.tiny import make_target
+from jobs.shape import drafter_config
+from tests.tiny import add_tokenizer, make_target, memorise
 
 NUM_REQUESTS = 48
 SETTINGS = [
@@ -62,3 +66,40 @@ def record(i: int, prompt: list[int], output: list[int]) -> dict[str, Any]:
         "conversation_id": f"c{i}",
         "domain": "ab"[i % 2],
     }
+
+
+RIVAL_PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
+RIVAL_SETTINGS = [
+    "drafter.num_taps=3",
+    "drafter.block_size=5",
+    "drafter.mask_token_id=96",
+    "ingest.val_percent=0",
+    "ingest.test_percent=99",
+    "target.dtype=float32",
+    "evaluate.bootstrap=200",
+]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} w9 {% endfor %}"
+
+
+def make_rivals(folder: Path, length: int = 20) -> Path:
+    """Greedy and sampled traffic of a tiny target, harvested, and two drafters: drafters/known
+    knows it, blank is random. Needs a Ray cluster.
+    """
+    make_target(folder / "target")
+    add_tokenizer(folder / "target", 97, TEMPLATE)
+    target = load_target(folder / "target", torch.float32)
+    (folder / "capture").mkdir()
+    with open(folder / "capture" / "log.jsonl", "w") as log:
+        for i, prompt in enumerate(RIVAL_PROMPTS):
+            sampling = Sampling(temperature=0.7) if i % 4 == 3 else GREEDY
+            answer = decode(target, prompt, length, sampling=sampling, seed=i)
+            more = {"temperature": sampling.temperature, "language": ["de", None][i % 2]}
+            log.write(json.dumps(record(i, prompt, answer.output_ids) | more) + "\n")
+    cfg = load(None, [f"work={folder}", *RIVAL_SETTINGS])
+    ingest.run(cfg)
+    harvest.run(cfg)
+    known, blank = new_drafter(drafter_config(cfg), 0), new_drafter(drafter_config(cfg), 1)
+    memorise(known, target, RIVAL_PROMPTS, length)
+    save_drafter(known, folder / "drafters" / "known", torch.float32)
+    save_drafter(blank, folder / "blank", torch.float32)
+    return folder

@@ -1,80 +1,32 @@
 """Evaluation on a tiny target: sampled traffic, slices, two drafters, regression sets."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 from dflash.acceptance import tau
-from dflash.checkpoint import load_drafter, save_drafter
+from dflash.checkpoint import load_drafter
 from dflash.decode import decode
-from dflash.model import new_drafter
 from dflash.replay import Request, replay
-from dflash.sampling import GREEDY, Sampling
 from dflash.target import load_target
-from jobs import evaluate, harvest, ingest, regression
+from jobs import evaluate, regression
 from jobs.config import Config, load
 from jobs.gate import refusals
-from jobs.shape import drafter_config
 from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
-from tests.tiny import add_tokenizer, make_target, memorise
-
-PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
-LENGTH = 20
-TEMPLATE = "{% for m in messages %}{{ m['content'] }} w9 {% endfor %}"
-SETTINGS = [
-    "drafter.num_taps=3",
-    "drafter.block_size=5",
-    "drafter.mask_token_id=96",
-    "ingest.val_percent=0",
-    "ingest.test_percent=99",
-    "target.dtype=float32",
-    "evaluate.bootstrap=200",
-]
+from tests.work import RIVAL_SETTINGS
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory, ray_cluster):
-    """Greedy and sampled traffic of a tiny target, harvested, and two drafters: one knows it."""
-    folder = tmp_path_factory.mktemp("evaluate")
-    make_target(folder / "target")
-    add_tokenizer(folder / "target", 97, TEMPLATE)
-    target = load_target(folder / "target", torch.float32)
-    (folder / "capture").mkdir()
-    with open(folder / "capture" / "log.jsonl", "w") as log:
-        for i, prompt in enumerate(PROMPTS):
-            hot = i % 4 == 3
-            sampling = Sampling(temperature=0.7) if hot else GREEDY
-            output = decode(target, prompt, LENGTH, sampling=sampling, seed=i).output_ids
-            log.write(json.dumps(record(i, prompt, output, sampling.temperature)) + "\n")
-    cfg = configure(folder)
-    ingest.run(cfg)
-    harvest.run(cfg)
-    known, blank = new_drafter(drafter_config(cfg), 0), new_drafter(drafter_config(cfg), 1)
-    memorise(known, target, PROMPTS, LENGTH)
-    save_drafter(known, folder / "drafters" / "known", torch.float32)
-    save_drafter(blank, folder / "blank", torch.float32)
-    return folder
-
-
-def record(i, prompt, output, temperature):
-    return {
-        "v": 1,
-        "captured_at": "2026-01-02T03:04:05Z",
-        "request_id": f"r{i}",
-        "prompt_ids": prompt,
-        "output_ids": output,
-        "finish_reason": "length",
-        "temperature": temperature,
-        "conversation_id": f"c{i}",
-        "domain": "ab"[i % 2],
-        "language": ["de", None][i % 2],
-    }
+def work(tmp_path_factory, rivals):
+    """A copy of `rivals` for this module."""
+    return shutil.copytree(rivals, tmp_path_factory.mktemp("evaluate") / "work")
 
 
 def configure(folder, *more) -> Config:
-    return load(None, [f"work={folder}", *SETTINGS, *more])
+    return load(None, [f"work={folder}", *RIVAL_SETTINGS, *more])
 
 
 def test_champion_and_challenger_on_greedy_and_sampled_traffic(work):

@@ -4,13 +4,20 @@ import json
 import random
 from datetime import UTC, datetime
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from mlflow.tracking import MlflowClient
 
 from dflash.acceptance import num_rounds, positions, tau, tau_macro
 from jobs.config import load
-from jobs.report import run, write_report
+from jobs.describe import by_k, describe, gain
+from jobs.intervals import Resamples
+from jobs.report import publish, run
+from jobs.report.facts import Facts
+from jobs.report.page import interval, render
+from jobs.tracking import experiment_id
 from store import promotions
 from store.schemas import ACCEPTANCE
 from store.shards import write_manifest, write_shard
@@ -64,7 +71,7 @@ def walks(seed, k, chance):
     return [[accept() for _ in range(12)] for _ in range(24)]
 
 
-def publish(cfg, key, accepted, version, k, origin="replay"):
+def publish_rows(cfg, key, accepted, version, k, origin="replay"):
     rows = [
         {
             "request_id": f"{origin}-{i}",
@@ -101,112 +108,207 @@ def cfg(tmp_path):
 def measured(cfg):
     """A drafter replayed at K 1 to 7 and served at 4, better than a baseline; returns its walks."""
     ours = {k: walks(1, k, 0.7) for k in range(1, 8)}
-    served = walks(2, SERVED_K, 0.7)
+    theirs, served = walks(3, 7, 0.5), walks(2, SERVED_K, 0.7)
     for k, accepted in ours.items():
-        publish(cfg, f"ours-{k}", accepted, OURS, k)
-    publish(cfg, "theirs", walks(3, 7, 0.5), THEIRS, 7)
-    publish(cfg, "served", served, OURS, SERVED_K, "served")
-    evaluation = {
+        publish_rows(cfg, f"ours-{k}", accepted, OURS, k)
+    publish_rows(cfg, "theirs", theirs, THEIRS, 7)
+    publish_rows(cfg, "served", served, OURS, SERVED_K, "served")
+    save(cfg, "evaluations", evaluation(ours, theirs))
+    save(cfg, "verified", VERIFIED)
+    return {"replay": ours, "served": served, "theirs": theirs}
+
+
+def evaluation(ours, theirs):
+    """What `flywheel evaluate` says about these walks."""
+    rows = [
+        {
+            "domain": ("tickets", "general <script>")[i % 4 == 0],
+            "language": None,
+            "thinking": None,
+            "temperature": 0.0,
+            "prompt_ids": [1] * (20 if i % 3 else 200),
+        }
+        for i in range(24)
+    ]
+    draws = Resamples([f"c{i // 2}" for i in range(24)], 200)
+    counted = {"samples": 24, "conversations": 12, "rounds": num_rounds(ours[7])}
+    found = {"tau": describe(draws, rows, ours[7], 7), **by_k(ours)}
+    baseline = {
+        "drafter": "sql-run-0",
+        "weights_sha256": THEIRS,
+        "tau": describe(draws, rows, theirs, 7),
+        **gain(draws, rows, ours[7], theirs, 7),
+    }
+    return {
         "drafter": "sql-run-1",
         "weights_sha256": OURS,
         "target_id": "t1",
         "split": "test",
         "k": 7,
-        "tau": {"pooled": tau(ours[7]), "ci": [2.111, 2.999]},
-        "baseline": {
-            "drafter": "sql-run-0",
-            "weights_sha256": THEIRS,
-            "tau": {"pooled": 2.0},
-            "delta": 0.25,
-            "delta_ci": [0.125, 0.375],
-        },
+        **counted,
+        **found,
+        "baseline": baseline,
+        "regression": {"gsm8k": {**counted, **found, "baseline": baseline}},
     }
-    verified = {
-        "drafter": "sql-run-1",
-        "k": SERVED_K,
-        "k_by_batch_size": [SERVED_K, 3],
-        "speedup": {"1": 1.625, "8": 1.125},
-        "greedy": {"requests": 24, "identical": 23, "near_ties": 1, "different": 0},
-        "reference": {"requests": 4, "identical": 3, "rounds": 40, "differing": []},
-    }
-    for folder, value in (("evaluations", evaluation), ("verified", verified)):
-        cfg.path(folder).mkdir()
-        cfg.path(folder, "one.json").write_text(json.dumps(value))
-    return {"replay": ours, "served": served}
 
 
-def headline(accepted, k, origin, ci="not computed"):
-    return ["sql-run-1", origin, str(k), "0", f"{tau(accepted):.3f}", ci] + [
+VERIFIED = {
+    "drafter": "sql-run-1",
+    "weights_sha256": OURS,
+    "k": SERVED_K,
+    "k_by_batch_size": [SERVED_K, SERVED_K, 3],
+    "k_by_slice": {"domain tickets": [5]},
+    "predicted": {"1": {"3": 1.5, "4": 1.7}, "8": {"3": 1.2, "4": 1.1}},
+    "costs": [{"k": 4, "batch": 1, "cost": 1.5}],
+    "speed_domain": "tickets",
+    "speedup": {"1": 1.625, "8": 1.125},
+    "speeds": [{"concurrency": 1, "ratio": 1.625, "ratios": [1.5, 1.75]}],
+    "vllm_mean_acceptance_length": 3.125,
+    "rounds": 288,
+    "same_text": {"requests": 23, "identical_rounds": 22},
+    "greedy": {"requests": 24, "identical": 23, "near_ties": 1, "different": 0},
+    "reference": {"requests": 4, "identical": 3, "rounds": 40, "differing": []},
+}
+
+
+def save(cfg, folder, value):
+    cfg.path(folder).mkdir(exist_ok=True)
+    cfg.path(folder, "one.json").write_text(json.dumps(value))
+
+
+def read(cfg):
+    return Page(render(cfg, Facts(cfg, OURS)))
+
+
+def cells(page, table):
+    return [row for row in page.tables[table] if row]
+
+
+def headline(accepted, k, origin, name="sql-run-1"):
+    ci = Resamples([f"c{i // 2}" for i in range(24)], 1000).tau(accepted).interval
+    return [name, origin, str(k), f"{tau(accepted):.3f}", interval(ci)] + [
         f"{tau_macro(accepted):.3f}",
         str(num_rounds(accepted)),
-        str(len(accepted)),
+        "24",
+        "12",
     ]
 
 
-def test_headline_is_the_definition_applied_to_the_rows(cfg, measured, tmp_path):
-    page = Page(write_report(cfg, tmp_path / "x" / "page.html").read_text())
-    rows = [row for row in page.tables["headline"] if row]
-    assert rows[:3] == [
+def test_headline_is_the_definition_applied_to_the_rows(cfg, measured):
+    page = read(cfg)
+    assert cells(page, "headline") == [
         headline(measured["replay"][4], 4, "replay"),
         headline(measured["served"], 4, "served"),
-        headline(measured["replay"][7], 7, "replay", "2.111 to 2.999"),
+        headline(measured["replay"][7], 7, "replay"),
+        headline(measured["theirs"], 7, "replay", "sql-run-0"),
     ]
-    assert [row[0] for row in rows[3:]] == ["sql-run-0"]
     assert f"gives {tau(measured['served']):.2f} tokens" in page.text
 
 
-def test_pictures_show_replay_and_served_at_the_same_k(cfg, measured, tmp_path):
-    page = Page(write_report(cfg, tmp_path / "page.html").read_text())
-    assert page.figures == ["positions", "domains", "rounds", "k"]
+def test_pictures_show_replay_and_served_at_the_same_k(cfg, measured):
+    page = read(cfg)
+    assert page.figures == ["positions", "endings", "domains", "slices", "gains", "speed", "k"]
     labels = [attrs.get("aria-label", "") for tag, attrs in page.tags if tag == "figure"]
     shares = [f"{rate:.0%}" for rate in positions(measured["replay"][SERVED_K], SERVED_K)]
     assert f"replay {', '.join(shares)}; served " in labels[0]
     assert f"{tau(measured['served']):.2f}" in page.text  # a bar's label: SVG text stays text
 
 
-def test_champion_and_challenger_are_paired_by_sample(cfg, measured, tmp_path):
+def test_champion_and_challenger_are_compared_by_slice(cfg, measured):
     decision = {"action": "promote", "model": "drafter", "to_drafter": THEIRS[:12]}
     promotions.append(cfg.path("promotions"), decision)
-    page = Page(write_report(cfg, tmp_path / "page.html").read_text())
-    assert "champion" in page.figures
-    assert "sql-run-0 (champion)" in [row[0] for row in page.tables["headline"] if row]
-    gain = tau(measured["replay"][7]) - tau(walks(3, 7, 0.5))
-    assert f"{gain:+.2f}" in page.text
+    page = read(cfg)
+    assert "sql-run-0 (champion)" in [row[0] for row in cells(page, "headline")]
+    ours, theirs = measured["replay"][7], measured["theirs"]
+    rows = {tuple(row[:2]): row for row in cells(page, "slices")}
+    assert rows["all", "held-out requests"][6] == f"{tau(ours) - tau(theirs):+.3f}"
+    tickets = [[w for i, w in enumerate(side) if i % 4] for side in (ours, theirs)]
+    assert rows["domain", "tickets"][6] == f"{tau(tickets[0]) - tau(tickets[1]):+.3f}"
+    assert rows["domain", "tickets"][2] == f"{tau(tickets[0]):.3f}"
+    assert ("prompt tokens", "129..512") in rows
+    assert ("regression set", "gsm8k") in rows
+    assert "on the same samples" in page.text.lower()
+    assert "better, difference +" in page.text
+    assert "12 conversations find a true difference of" in page.text
 
 
-def test_comparison_serving_and_gaps_are_told(cfg, measured, tmp_path):
-    text = Page(write_report(cfg, tmp_path / "page.html").read_text()).text
-    assert "better, difference +0.250 (95% interval +0.125 to +0.375" in text
-    assert "1.62x" in text
-    assert "24 requests (general <script> 6, tickets 18), 288 rounds at K 7" in text
-    assert "identical to replay in every round3" in text.replace("\n", "")
-    assert "temperature > 0 not measured" in text
+def test_k_serving_and_gaps_are_told(cfg, measured):
+    page = read(cfg)
+    assert "Serve with K by batch size: 4 at 1 to 2, 3 from 3 on." in page.text
+    assert "Traffic of domain tickets alone: K 5." in page.text
+    by_k = {row[0]: row for row in cells(page, "by-k")}
+    assert by_k["4"][1] == f"{tau(measured['replay'][4]):.3f}"
+    assert by_k["4"][-2:] == ["1.70", "1.10"]
+    assert by_k["7"][-2:] == ["-", "-"]
+    assert "1.62 (1.50 to 1.75)" in page.text
+    told = {text.partition(":")[0]: (done, text) for done, text in cells(page, "coverage")}
+    assert told["replay against the reference decoder"][0] == "failed"
+    assert told["preflight on the serving engine"][0] == "no"
+    assert told["sampled requests"][0] == "no"
+    assert "24 requests of 12 conversations" in told["acceptance counted by vLLM"][1]
+    assert "not by language, thinking, temperature" in told["slices"][1]
 
 
-def test_page_is_self_contained_and_escapes_names_from_logs(cfg, measured, tmp_path):
-    page = Page(write_report(cfg, tmp_path / "page.html").read_text())
+def test_without_verification_no_k_is_recommended(cfg, measured):
+    cfg.path("verified", "one.json").unlink()
+    page = read(cfg)
+    assert "No K is recommended" in page.text
+    assert page.figures == ["positions", "endings", "slices", "gains", "k"]
+    assert "served" not in page.tables
+    told = {text.partition(":")[0]: done for done, text in cells(page, "coverage")}
+    assert told["acceptance counted by vLLM"] == told["speed"] == "no"
+
+
+def test_preflight_is_shown(cfg, measured):
+    checks = [
+        {"name": "drafts", "found": "7 differ", "status": "fail", "fix": "mind the <rope>"},
+        {"name": "tau", "found": "fine", "status": "ok", "fix": ""},
+    ]
+    result = {"weights_sha256": OURS, "ok": False, "vllm": "vllm 0", "checks": checks}
+    save(cfg, "preflight", result)
+    page = read(cfg)
+    assert [row[0] for row in cells(page, "preflight")] == ["fail", "ok"]
+    assert "mind the <rope>" in page.text
+    told = {text.partition(":")[0]: done for done, text in cells(page, "coverage")}
+    assert told["preflight on the serving engine"] == "failed"
+
+
+def test_page_is_self_contained_and_escapes_names_from_logs(cfg, measured):
+    page = read(cfg)
     assert not [tag for tag, _ in page.tags if tag in ("script", "link", "img", "iframe")]
     outside = [v for _, attrs in page.tags for name, v in attrs.items() if name in ("src", "href")]
     assert outside == []
 
 
-def test_same_rows_give_the_same_pictures(cfg, measured, tmp_path):
-    pages = [write_report(cfg, tmp_path / name).read_text() for name in ("a.html", "b.html")]
+def test_same_rows_give_the_same_pictures(cfg, measured):
+    pages = [render(cfg, Facts(cfg, OURS)) for _ in range(2)]
     first, second = (page[page.index("<figure") : page.rindex("</figure>")] for page in pages)
     assert first == second
 
 
-def test_without_measurements_the_page_says_what_to_run(cfg, tmp_path):
-    text = Page(write_report(cfg, tmp_path / "page.html").read_text()).text
-    assert "flywheel evaluate" in text
-    assert "served: not measured." in text
+def test_without_an_evaluation_there_is_no_page(cfg):
+    assert publish(cfg, OURS) is None
+    with pytest.raises(ValueError, match="run `flywheel evaluate` first"):
+        run(cfg)
 
 
-def test_damaged_evaluation_is_named(cfg, measured, tmp_path):
+def test_damaged_and_older_evaluations_are_named(cfg, measured):
+    older = json.loads(cfg.path("evaluations", "one.json").read_text())
+    del older["conversations"]
+    save(cfg, "evaluations", older)
+    with pytest.raises(ValueError, match="older version: run `flywheel evaluate` again"):
+        Facts(cfg, OURS)
     cfg.path("evaluations", "one.json").write_text('{"drafter": ')
     with pytest.raises(ValueError, match=r"evaluations/one.json is damaged"):
-        write_report(cfg, tmp_path / "page.html")
+        publish(cfg, OURS)
 
 
-def test_the_stage_writes_below_reports(cfg, measured):
-    assert run(cfg)["report"] == str(cfg.path("reports", "report.html"))
+def test_the_page_goes_to_the_run_of_the_drafter(cfg, measured):
+    page = run(cfg)["report"]
+    run(cfg)  # a second time: the same run, the same artifact
+    client = MlflowClient(cfg.mlflow_uri)
+    [found] = client.search_runs([experiment_id(client, cfg)])
+    assert found.data.tags["flywheel.run"] == "sql-run-1"
+    [artifact] = client.list_artifacts(found.info.run_id, "reports")
+    assert artifact.path == "reports/sql-run-1.html"
+    assert cfg.path("reports", "sql-run-1.html") == Path(page)

@@ -1,0 +1,140 @@
+"""The page in a real browser: a phone, a desk, paper."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from jobs import evaluate, reference
+from jobs.config import load
+from jobs.report import publish
+from jobs.samples import load_requests
+from tests.work import RIVAL_SETTINGS
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason=f"no browser here (looked for {', '.join(BROWSERS)})"
+)
+WIDTHS = (360, 1000)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--no-pdf-header-footer",
+]
+# The page stands in a frame of each width (a headless window is never as narrow as a phone), and a
+# script around it measures what the reader would see.
+HARNESS = """<!doctype html><body>{frames}<pre id="found"></pre><script>
+function box(e) {{ const b = e.getBoundingClientRect();
+  return [b.left, b.top, b.right, b.bottom]; }}
+function measure(frame) {{
+  const page = frame.contentDocument, root = page.documentElement;
+  return {{
+    width: root.clientWidth,
+    scroll: root.scrollWidth,
+    outside: [...page.querySelectorAll("body *")].filter(e => !e.closest("svg, .scroll")
+      && e.getBoundingClientRect().right > root.clientWidth + 1).map(e => e.outerHTML.slice(0, 80)),
+    tables: [...page.querySelectorAll("table")].map(e => e.parentElement.clientWidth),
+    pictures: [...page.querySelectorAll("figure")].map(figure => ({{
+      id: figure.id, box: box(figure.querySelector("svg")),
+      font: Math.min(...[...figure.querySelectorAll("text")].map(
+        e => e.getBoundingClientRect().height)),
+      texts: [...figure.querySelectorAll("text")].map(e => [e.textContent, box(e)]),
+    }})),
+  }};
+}}
+window.onload = () => {{ document.getElementById("found").textContent =
+  JSON.stringify([...document.querySelectorAll("iframe")].map(measure)); }};
+</script></body>"""
+
+
+def browse(tmp_path, *arguments):
+    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, rivals):
+    """The page of a real evaluation, with a baseline and decoded rows."""
+    work = shutil.copytree(rivals, tmp_path_factory.mktemp("browser") / "work")
+    cfg = load(None, [f"work={work}", *RIVAL_SETTINGS, f"evaluate.baseline={work / 'blank'}"])
+    found = evaluate.run(cfg)
+    reference.check_reference(cfg, work / "drafters" / "known", load_requests(cfg, "test")[0])
+    path = publish(cfg, found["weights_sha256"])
+    assert path is not None
+    assert str(path) == found["report"], "evaluate has written it, too"
+    return path
+
+
+@pytest.fixture(scope="module")
+def seen(page, tmp_path_factory):
+    """What the browser measures: {width: {...}}."""
+    folder = tmp_path_factory.mktemp("harness")
+    text = html.escape(page.read_text())
+    style = "height:900px;border:0"
+    frames = [f'<iframe style="width:{w}px;{style}" srcdoc="{text}"></iframe>' for w in WIDTHS]
+    harness = folder / "harness.html"
+    harness.write_text(HARNESS.format(frames="".join(frames)))
+    dom = browse(folder, "--window-size=1200,900", "--dump-dom", f"file://{harness}")
+    found = re.search(r'<pre id="found">(.*?)</pre>', dom, re.DOTALL)
+    assert found, dom[-2000:]
+    return dict(zip(WIDTHS, json.loads(html.unescape(found[1])), strict=True))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_wider_than_the_screen(seen, width):
+    one = seen[width]
+    assert width - 20 <= one["width"] <= width
+    assert one["scroll"] <= one["width"]
+    assert one["outside"] == []
+    assert max(one["tables"]) <= one["width"]
+    assert len(one["tables"]) >= 5
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_picture_has_a_size_and_readable_labels(seen, width):
+    pictures = {one["id"]: one for one in seen[width]["pictures"]}
+    assert set(pictures) == {"positions", "endings", "slices", "gains", "k"}
+    for one in pictures.values():
+        left, top, right, bottom = one["box"]
+        assert right - left > 0.85 * min(width - 32, 400), one["id"]
+        assert bottom - top > 100, one["id"]
+        assert one["font"] > 9, one["id"]
+        for text, (x0, y0, x1, y1) in one["texts"]:
+            assert x0 >= left - 2, text
+            assert x1 <= right + 2, text
+            assert y0 >= top - 2, text
+            assert y1 <= bottom + 2, text
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_labels_of_a_picture_do_not_overlap(seen, width):
+    for one in seen[width]["pictures"]:
+        texts = one["texts"]
+        for i, (first, a) in enumerate(texts):
+            for second, b in texts[i + 1 :]:
+                wide = min(a[2], b[2]) - max(a[0], b[0])
+                high = min(a[3], b[3]) - max(a[1], b[1])
+                smaller = min((x[2] - x[0]) * (x[3] - x[1]) for x in (a, b))
+                overlap = max(0, wide) * max(0, high)
+                assert overlap < 0.2 * smaller, f"{one['id']}: {first!r} over {second!r}"
+
+
+def test_it_prints(page, tmp_path):
+    paper = tmp_path / "page.pdf"
+    browse(tmp_path, f"--print-to-pdf={paper}", f"file://{page}")
+    data = paper.read_bytes()
+    assert data.startswith(b"%PDF")
+    assert 2 <= len(re.findall(rb"/Type\s*/Page\b", data)) <= 12
