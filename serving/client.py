@@ -58,6 +58,8 @@ class Speed:
     drafted: list[float]
     ratios: list[float]  # drafted / plain, pass by pass
     ratio: float  # their median
+    plain_seconds: list[float]  # from request to answer, of all passes
+    drafted_seconds: list[float]
 
 
 def complete(
@@ -175,10 +177,13 @@ def compare_speed(
     for url in (plain_url, drafted_url):
         complete(url, requests[:1], 1)
     rates: dict[str, list[float]] = {plain_url: [], drafted_url: []}
+    seconds: dict[str, list[float]] = {plain_url: [], drafted_url: []}
     for repeat in range(repeats):
         order = (plain_url, drafted_url) if repeat % 2 == 0 else (drafted_url, plain_url)
         for url in order:
-            rates[url].append(_tokens_per_second(url, requests, concurrency))
+            rate, latencies = _pass(url, requests, concurrency)
+            rates[url].append(rate)
+            seconds[url] += latencies
     plain, drafted = rates[plain_url], rates[drafted_url]
     ratios = [b / a for a, b in zip(plain, drafted, strict=True)]
     return Speed(
@@ -187,10 +192,14 @@ def compare_speed(
         drafted=drafted,
         ratios=ratios,
         ratio=statistics.median(ratios),
+        plain_seconds=seconds[plain_url],
+        drafted_seconds=seconds[drafted_url],
     )
 
 
-def _tokens_per_second(url: str, requests: Sequence[Request], concurrency: int) -> float:
+def _pass(url: str, requests: Sequence[Request], concurrency: int) -> tuple[float, list[float]]:
+    """Output tokens per second, and the seconds each request waited for its answer."""
     clock = time.perf_counter()
     answers = complete(url, requests, concurrency)
-    return sum(len(answer.output_ids) for answer in answers) / (time.perf_counter() - clock)
+    tokens = sum(len(answer.output_ids) for answer in answers)
+    return tokens / (time.perf_counter() - clock), [answer.seconds for answer in answers]

@@ -126,13 +126,14 @@ def test_speed_is_interleaved_and_its_ratio_is_that_of_pairs(monkeypatch):
     calls, rates = [], {"p": iter([10.0, 20.0, 40.0]), "d": iter([15.0, 60.0, 80.0])}
     monkeypatch.setattr("serving.client.complete", lambda *args, **kw: [])
     monkeypatch.setattr(
-        "serving.client._tokens_per_second",
-        lambda url, *_: calls.append(url) or next(rates[url]),
+        "serving.client._pass",
+        lambda url, *_: calls.append(url) or (next(rates[url]), [len(calls) / 10]),
     )
     speed = compare_speed("p", "d", [Request(prompt=[1], max_tokens=1)], 8, repeats=3)
     assert calls == ["p", "d", "d", "p", "p", "d"]
     assert (speed.plain, speed.drafted) == ([10.0, 20.0, 40.0], [15.0, 60.0, 80.0])
     assert speed.ratio == 2.0  # the median of 1.5, 3, 2
+    assert (speed.plain_seconds, speed.drafted_seconds) == ([0.1, 0.4, 0.5], [0.2, 0.3, 0.6])
 
 
 def test_greedy_check_tells_ties_from_differences(server):
