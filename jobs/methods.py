@@ -78,6 +78,7 @@ def run(cfg: Config) -> dict[str, Any]:
 
     Raises ValueError without held-out samples, and for a model folder that is none.
     """
+    methods = [describe(cfg, name) for name in cfg.methods.names]
     rows = load_rows(cfg, cfg.evaluate.split)
     rows = [row for row in rows if len(row["output_ids"]) > 1]
     if not rows:
@@ -85,7 +86,6 @@ def run(cfg: Config) -> dict[str, Any]:
             f"no greedy {cfg.evaluate.split} sample of this target in {cfg.path('traffic')}: "
             "ingest more conversations or set evaluate.split"
         )
-    methods = [describe(cfg, name) for name in cfg.methods.names]
     path = result_path(cfg, methods, rows)
     if path.is_file():
         return json.loads(path.read_text()) | {"reused": True}
