@@ -154,8 +154,14 @@ async def _post(
 
 
 def counter(url: str, name: str) -> float:
-    """A counter of /metrics, summed over its labels; 0 if the server does not have it."""
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    """A counter of /metrics, summed over its labels; 0 if the server does not have it.
+
+    Raises ValueError if the server cannot be reached.
+    """
+    try:
+        lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    except httpx.TransportError as error:
+        raise ValueError(f"no answer from {url}/metrics: {error!r}") from error
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith((name + "{", name + " "))
     )

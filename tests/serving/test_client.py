@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from serving.acceptance import rounds, served_row
-from serving.client import Completion, Request, compare_speed, complete
+from serving.client import Completion, Request, compare_speed, complete, counter
 from serving.greedy import greedy_check
 
 PROMPT = [1, 2]
@@ -120,6 +120,8 @@ def test_a_refused_request_raises_the_servers_words(server):
 def test_no_server_is_one_clear_error():
     with pytest.raises(ValueError, match=r"no answer from http://127\.0\.0\.1:9/v1"):
         complete("http://127.0.0.1:9", [Request(prompt=[1], max_tokens=1)], 1)
+    with pytest.raises(ValueError, match=r"no answer from http://127\.0\.0\.1:9/metrics"):
+        counter("http://127.0.0.1:9", "vllm:any")
 
 
 def test_speed_is_interleaved_and_its_ratio_is_that_of_pairs(monkeypatch):

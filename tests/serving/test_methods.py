@@ -24,7 +24,7 @@ def cfg(tmp_path_factory, ray_cluster, tiny_target, learned_drafter):
     (work / "capture").mkdir()
     with open(work / "capture" / "log.jsonl", "w") as log:
         for i, prompt in enumerate(LEARNED):
-            log.write(json.dumps(record(i, prompt, decode(target, prompt, ANSWER).output_ids)))
+            log.write(json.dumps(record(i, prompt, decode(target, prompt, ANSWER, [1]).output_ids)))
             log.write("\n")
     settings = [
         f"work={work}",
@@ -52,7 +52,7 @@ def record(i, prompt, output):
         "request_id": f"r{i}",
         "prompt_ids": prompt,
         "output_ids": output,
-        "finish_reason": "length",
+        "finish_reason": "stop" if output[-1] == 1 else "length",
         "temperature": 0.0,
         "conversation_id": f"c{i}",
         "domain": "ab"[i % 2],
@@ -96,7 +96,7 @@ def test_text_speed_and_latency_are_there(result):
         assert greedy["different"] == 0
         assert greedy["identical"] + greedy["near_ties"] == len(LEARNED)
         assert [one["concurrency"] for one in speeds] == [1, 8]
-        assert [one["latency"]["requests"] for one in speeds] == [4, 6]
+        assert [one["latency"]["requests"] for one in speeds] == [2, 6]
         assert all(0 < one["latency"]["median"] <= one["latency"]["p95"] for one in speeds)
         assert all(one["ratio"] > 0 for one in speeds)
     assert [len(one["plain"]) for one in found["none"]["speeds"]] == [4, 4]
