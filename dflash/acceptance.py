@@ -44,9 +44,16 @@ def tau(accepted: Accepted) -> float:
     Raises ValueError without rounds: an empty set has no tau.
     """
     rounds = num_rounds(accepted)
+    return tau_of_counts(sum(sum(request) for request in accepted) + rounds, rounds)
+
+
+def tau_of_counts(tokens: int, rounds: int) -> float:
+    """Tau where only sums are known: tokens after the first of each answer, and rounds, whether
+    these drafted or not. 6 tokens in 3 rounds -> 2.0. Raises ValueError without rounds.
+    """
     if rounds == 0:
         raise ValueError("no rounds: every answer is a single token or there are no requests")
-    return sum(sum(request) for request in accepted) / rounds + 1
+    return (tokens - rounds) / rounds + 1
 
 
 def tau_macro(accepted: Accepted) -> float:

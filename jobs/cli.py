@@ -32,6 +32,7 @@ STAGES = {
     "rollback": ("jobs.rollback", "make the previous champion the champion again"),
     "serve": ("jobs.serve", "run vLLM with the target and a drafter"),
     "verify": ("jobs.verify", "serve the champion: served beside replayed tau, text, speed"),
+    "methods": ("jobs.methods", "other ways to draft on the same traffic: tau, speed, latency"),
     "report": ("jobs.report", "one HTML page about what was measured"),
     "sql": ("jobs.sql", "answer a question over acceptance/ (flywheel sql NAME)"),
     "doctor": ("jobs.doctor", "check this machine and say what to do"),

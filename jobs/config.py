@@ -339,6 +339,45 @@ class Verify:
     reference_requests: int = setting(3, "prompts for the reference decoder", minimum=1)
 
 
+METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "dflash")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Methods:
+    """Other ways to draft beside DFlash. Prompts and passes are those of the verify section."""
+
+    names: list[str] = setting(
+        list(METHODS), "methods to compare with none, which is always measured"
+    )
+    k: list[int] = setting(
+        [4],
+        "draft tokens per round at batch size 1, 2, ..., the last one for all larger batches; "
+        "dflash has its own, as it is served",
+    )
+    ngram_min: int = setting(2, "shortest n-gram looked up in prompt and answer", minimum=1)
+    ngram_max: int = setting(4, "longest n-gram looked up", minimum=1)
+    draft_model: str = setting(
+        "", "folder of a smaller model with the target's vocabulary; empty: none", path=True
+    )
+    eagle3: str = setting("", "folder of an EAGLE-3 head for the target; empty: none", path=True)
+    mtp: str = setting("", "folder of MTP heads; empty: the target's own, if any", path=True)
+    dflash: str = setting(
+        "", "drafter folder; empty: the champion, else the newest below <work>/drafters", path=True
+    )
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.names if name not in METHODS]
+        if unknown or not self.names:
+            raise ValueError(f"methods.names = {self.names}: expected some of {', '.join(METHODS)}")
+        if not self.k or min(self.k) < 1:
+            raise ValueError(f"methods.k = {self.k}: expected draft tokens per round, such as 4")
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(
+                f"methods.ngram_min = {self.ngram_min} is above methods.ngram_max = "
+                f"{self.ngram_max}: lower it"
+            )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sql:
     """DuckDB over the acceptance rows."""
@@ -366,6 +405,7 @@ class Config:
     serve: Serve = field(default_factory=Serve)
     demo: Demo = field(default_factory=Demo)
     verify: Verify = field(default_factory=Verify)
+    methods: Methods = field(default_factory=Methods)
     sql: Sql = field(default_factory=Sql)
 
     def override(self, section: str, **values: Any) -> "Config":

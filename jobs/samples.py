@@ -81,10 +81,14 @@ def load_requests(
     cfg: Config, split: str, sampled: bool = False
 ) -> tuple[list[dict], list[Request]]:
     """Rows of a split with their requests, in sample_id order: greedy ones, or `sampled`, all."""
-    identity = target_id(cfg.target_path)
-    rows = read_traffic(cfg.path("traffic"), identity, split).to_pylist()
-    rows = [row for row in rows if sampled or row["temperature"] == 0.0]
+    rows = load_rows(cfg, split, sampled)
     return rows, with_features(cfg, rows)
+
+
+def load_rows(cfg: Config, split: str, sampled: bool = False) -> list[dict]:
+    """TRAFFIC rows of a split in sample_id order: greedy ones, or `sampled`, all."""
+    rows = read_traffic(cfg.path("traffic"), target_id(cfg.target_path), split).to_pylist()
+    return [row for row in rows if sampled or row["temperature"] == 0.0]
 
 
 def with_features(cfg: Config, rows: list[dict]) -> list[Request]:

@@ -30,7 +30,7 @@ from jobs.samples import load_requests
 from jobs.serve import server
 from jobs.slices import taus_by_slice
 from serving.acceptance import served_row
-from serving.client import Completion, Request, compare_speed, complete
+from serving.client import Completion, Request, Speed, compare_speed, complete
 from serving.greedy import greedy_check
 from serving.server import Server
 from store.ids import drafter_version, short_hash
@@ -99,10 +99,7 @@ def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[st
         text = greedy_check(
             plain.url, [as_recorded(r) for r in rows], answers, TIE_BOUND[dtype_name(cfg)]
         )
-        speeds = [
-            compare_speed(plain.url, drafted.url, narrow[:count], c, cfg.verify.repeats)
-            for c, count in ((1, (cfg.verify.requests + 1) // 3), (8, cfg.verify.requests))
-        ]
+        speeds = measure_speeds(cfg, plain.url, drafted.url, narrow)
     k = proof.k[0]
     served = commit_served(cfg, rows, answers, sha, read_config(folder).block_size, version)
     differences = {d.index for d in [*text.near_ties, *text.different]}
@@ -134,6 +131,16 @@ def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[st
     }
     show(result)
     return result
+
+
+def measure_speeds(
+    cfg: Config, plain_url: str, drafted_url: str, narrow: list[Request]
+) -> list[Speed]:
+    """Speed at concurrency 1 and 8 on the first of these requests, a third as many at 1."""
+    return [
+        compare_speed(plain_url, drafted_url, narrow[:count], concurrency, cfg.verify.repeats)
+        for concurrency, count in ((1, (cfg.verify.requests + 1) // 3), (8, cfg.verify.requests))
+    ]
 
 
 def speed_domain(cfg: Config, rows: list[Row]) -> str:
@@ -326,18 +333,23 @@ def show(result: dict[str, Any]) -> None:
     ]
     titles = ["concurrency", "plain tokens/s", "with drafter", "ratio", "of passes"]
     print_table("Speed, medians of interleaved passes", titles, speeds)
-    for s in result["speeds"]:
-        if max(s["plain"]) > UNSTEADY * min(s["plain"]):
-            console.print(
-                f"[yellow]at concurrency {s['concurrency']} the plain server gave "
-                f"{min(s['plain']):.0f} to {max(s['plain']):.0f} tokens/s: the machine was busy "
-                "with something else, so these ratios mean little; run `flywheel verify` again"
-            )
+    warn_if_unsteady("verify", result["speeds"])
     greedy = result["greedy"]
     console.print(
         f"greedy text with the drafter: {greedy['identical']} of {greedy['requests']} identical, "
         f"{greedy['near_ties']} near ties, {greedy['different']} different"
     )
+
+
+def warn_if_unsteady(stage: str, speeds: list[Row]) -> None:
+    """Say so where the passes of the plain server differ too much for ratios to mean something."""
+    for s in speeds:
+        if max(s["plain"]) > UNSTEADY * min(s["plain"]):
+            console.print(
+                f"[yellow]at concurrency {s['concurrency']} the plain server gave "
+                f"{min(s['plain']):.0f} to {max(s['plain']):.0f} tokens/s: the machine was busy "
+                f"with something else, so these ratios mean little; run `flywheel {stage}` again"
+            )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from dflash.acceptance import cut_at_end
-from serving.client import Completion
+from serving.client import Completion, counter
+
+DECODE_STEPS = "vllm:inter_token_latency_seconds_count"
 
 
 def rounds(answer: Completion) -> tuple[list[int], list[int]]:
@@ -30,6 +32,16 @@ def rounds(answer: Completion) -> tuple[list[int], list[int]]:
         counts, drafted = [*counts, 0], [*drafted, 0]
     accepted = cut_at_end(counts, len(answer.output_ids))
     return accepted, list(drafted[: len(accepted)])
+
+
+def decode_steps(url: str) -> int:
+    """Rounds of a server so far, over all requests, with whatever method it drafts, or none.
+
+    vLLM observes one inter-token latency for each step of a request that emits tokens, its first
+    excepted. Per request it reports only steps that had a draft to verify: for methods that often
+    draft nothing (n-gram and suffix lookup), these leave out the rounds that gave one token.
+    """
+    return int(counter(url, DECODE_STEPS))
 
 
 def served_row(

@@ -58,6 +58,8 @@ class Speed:
     drafted: list[float]
     ratios: list[float]  # drafted / plain, pass by pass
     ratio: float  # their median
+    plain_seconds: list[float]  # from request to answer, of all passes
+    drafted_seconds: list[float]
 
 
 def complete(
@@ -152,8 +154,14 @@ async def _post(
 
 
 def counter(url: str, name: str) -> float:
-    """A counter of /metrics, summed over its labels; 0 if the server does not have it."""
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    """A counter of /metrics, summed over its labels; 0 if the server does not have it.
+
+    Raises ValueError if the server cannot be reached.
+    """
+    try:
+        lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    except httpx.TransportError as error:
+        raise ValueError(f"no answer from {url}/metrics: {error!r}") from error
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith((name + "{", name + " "))
     )
@@ -175,10 +183,13 @@ def compare_speed(
     for url in (plain_url, drafted_url):
         complete(url, requests[:1], 1)
     rates: dict[str, list[float]] = {plain_url: [], drafted_url: []}
+    seconds: dict[str, list[float]] = {plain_url: [], drafted_url: []}
     for repeat in range(repeats):
         order = (plain_url, drafted_url) if repeat % 2 == 0 else (drafted_url, plain_url)
         for url in order:
-            rates[url].append(_tokens_per_second(url, requests, concurrency))
+            rate, latencies = _pass(url, requests, concurrency)
+            rates[url].append(rate)
+            seconds[url] += latencies
     plain, drafted = rates[plain_url], rates[drafted_url]
     ratios = [b / a for a, b in zip(plain, drafted, strict=True)]
     return Speed(
@@ -187,10 +198,14 @@ def compare_speed(
         drafted=drafted,
         ratios=ratios,
         ratio=statistics.median(ratios),
+        plain_seconds=seconds[plain_url],
+        drafted_seconds=seconds[drafted_url],
     )
 
 
-def _tokens_per_second(url: str, requests: Sequence[Request], concurrency: int) -> float:
+def _pass(url: str, requests: Sequence[Request], concurrency: int) -> tuple[float, list[float]]:
+    """Output tokens per second, and the seconds each request waited for its answer."""
     clock = time.perf_counter()
     answers = complete(url, requests, concurrency)
-    return sum(len(answer.output_ids) for answer in answers) / (time.perf_counter() - clock)
+    tokens = sum(len(answer.output_ids) for answer in answers)
+    return tokens / (time.perf_counter() - clock), [answer.seconds for answer in answers]

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -180,15 +181,7 @@ class Server:
         return values
 
     def _speculative_config(self) -> str:
-        config: dict[str, object] = {
-            "method": "dflash",
-            "model": str(self.drafter),
-            "num_speculative_tokens": max(self.k),
-        }
-        if len(set(self.k)) > 1:
-            config["num_speculative_tokens_per_batch_size"] = [
-                [batch, batch, k] for batch, k in enumerate(self.k, 1)
-            ]
+        config = {"method": "dflash", "model": str(self.drafter), **drafts_per_round(self.k)}
         return json.dumps(config)
 
     def _answers(self) -> bool:
@@ -205,6 +198,16 @@ class Server:
         lines = self._log_lines()
         last = lines[-1] if lines else "it printed nothing"
         return f"{last_error(lines) or last} (log: {self.log})"
+
+
+def drafts_per_round(k: Sequence[int]) -> dict[str, object]:
+    """`k` by batch size (see Server.vllm_args) in the words of vLLM's speculative config."""
+    config: dict[str, object] = {"num_speculative_tokens": max(k)}
+    if len(set(k)) > 1:
+        config["num_speculative_tokens_per_batch_size"] = [
+            [batch, batch, one] for batch, one in enumerate(k, 1)
+        ]
+    return config
 
 
 def vllm_runs_on_cpu() -> bool:

@@ -12,6 +12,7 @@ from dflash.acceptance import (
     positions,
     tau,
     tau_macro,
+    tau_of_counts,
 )
 
 
@@ -19,11 +20,14 @@ def test_formulas_by_hand():
     accepted = [[2, 0], [1], []]
     assert (num_rounds(accepted), tau(accepted), tau_macro(accepted)) == (3, 2.0, 2.0)
     assert positions(accepted, 2) == [2 / 3, 1 / 3]
+    assert tau_of_counts(6, 3) == 2.0
     uneven = [[3], [0, 0, 0]]
     assert (tau(uneven), tau_macro(uneven)) == (7 / 4, 5 / 2)
 
 
-@pytest.mark.parametrize("measure", [tau, tau_macro, lambda none: positions(none, 2)])
+@pytest.mark.parametrize(
+    "measure", [tau, tau_macro, lambda none: positions(none, 2), lambda _: tau_of_counts(0, 0)]
+)
 @pytest.mark.parametrize("nothing", [[], [[]]])
 def test_an_empty_set_has_no_acceptance(measure, nothing):
     with pytest.raises(ValueError, match="no rounds"):

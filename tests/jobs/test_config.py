@@ -56,6 +56,9 @@ def test_every_setting_has_a_meaning():
         (["train.ema=1"], "a decay is below 1"),
         (["train.lora_rank=8"], "set train.base"),
         (["train.lora_rank=8", "train.base=x"], "set train.optimizer=adamw and a train.lr"),
+        (["methods.names=ngrm"], "methods.names = ['ngrm']: expected some of ngram, suffix, "),
+        (["methods.k=0"], "methods.k = [0]: expected draft tokens per round"),
+        (["methods.ngram_min=5"], "methods.ngram_min = 5 is above methods.ngram_max = 4"),
     ],
 )
 def test_refused_override_is_named_with_what_to_write(overrides, message):

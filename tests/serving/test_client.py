@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from serving.acceptance import rounds, served_row
-from serving.client import Completion, Request, compare_speed, complete
+from serving.client import Completion, Request, compare_speed, complete, counter
 from serving.greedy import greedy_check
 
 PROMPT = [1, 2]
@@ -120,19 +120,22 @@ def test_a_refused_request_raises_the_servers_words(server):
 def test_no_server_is_one_clear_error():
     with pytest.raises(ValueError, match=r"no answer from http://127\.0\.0\.1:9/v1"):
         complete("http://127.0.0.1:9", [Request(prompt=[1], max_tokens=1)], 1)
+    with pytest.raises(ValueError, match=r"no answer from http://127\.0\.0\.1:9/metrics"):
+        counter("http://127.0.0.1:9", "vllm:any")
 
 
 def test_speed_is_interleaved_and_its_ratio_is_that_of_pairs(monkeypatch):
     calls, rates = [], {"p": iter([10.0, 20.0, 40.0]), "d": iter([15.0, 60.0, 80.0])}
     monkeypatch.setattr("serving.client.complete", lambda *args, **kw: [])
     monkeypatch.setattr(
-        "serving.client._tokens_per_second",
-        lambda url, *_: calls.append(url) or next(rates[url]),
+        "serving.client._pass",
+        lambda url, *_: calls.append(url) or (next(rates[url]), [len(calls) / 10]),
     )
     speed = compare_speed("p", "d", [Request(prompt=[1], max_tokens=1)], 8, repeats=3)
     assert calls == ["p", "d", "d", "p", "p", "d"]
     assert (speed.plain, speed.drafted) == ([10.0, 20.0, 40.0], [15.0, 60.0, 80.0])
     assert speed.ratio == 2.0  # the median of 1.5, 3, 2
+    assert (speed.plain_seconds, speed.drafted_seconds) == ([0.1, 0.4, 0.5], [0.2, 0.3, 0.6])
 
 
 def test_greedy_check_tells_ties_from_differences(server):

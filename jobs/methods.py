@@ -1,0 +1,339 @@
+"""flywheel methods [methods.names=ngram,dflash]
+
+Other ways to draft, on the same traffic: serve the target with vLLM once without speculation and
+once with each method, send the held-out prompts to all of them, and put tau, tokens per second,
+latency and text side by side. What cannot run here is listed with the reason. Kept in
+<work>/methods.
+"""
+
+import importlib.util
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash.acceptance import tau_of_counts
+from dflash.checkpoint import read_config
+from dflash.target import target_id
+from jobs.cli import run_as_module
+from jobs.config import Config
+from jobs.console import console, print_table
+from jobs.evaluate import domains, find_drafter, save_json
+from jobs.preflight import vllm_version
+from jobs.registry import resolve
+from jobs.samples import load_rows
+from jobs.serve import server, verified_k
+from jobs.shape import target_config
+from jobs.verify import (
+    TIE_BOUND,
+    as_request,
+    dtype_name,
+    measure_speeds,
+    pooled_by_vllm,
+    serving,
+    speed_domain,
+    warn_if_unsteady,
+)
+from serving.acceptance import DECODE_STEPS, decode_steps
+from serving.client import Completion, Request, Speed, complete
+from serving.greedy import greedy_check
+from serving.server import Server, drafts_per_round
+from store.ids import short_hash
+
+Row = dict[str, Any]
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Where configs say how many layers predict further tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """One way to draft: at most `k` tokens in a round, by batch size as in serving.server.Server.
+
+    Without `model`, MTP drafts with heads of the target, and the others look up what was said.
+    """
+
+    name: str
+    k: list[int] = field(default_factory=list)
+    options: dict[str, int] = field(default_factory=dict)  # of vLLM's speculative config
+    model: Path | None = None
+    missing: str = ""  # why it cannot be tried
+
+    @property
+    def settings(self) -> Row:
+        """What a reader needs to know of it."""
+        model = {"model": self.model.name} if self.model else {}
+        return {"k": self.k, **self.options, **model} if self.k else {}
+
+    @property
+    def files(self) -> list[list[Any]]:
+        """The files of its model, which a result depends on."""
+        found = sorted(self.model.iterdir()) if self.model else []
+        return [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in found]
+
+
+def run(cfg: Config) -> dict[str, Any]:
+    """Compare `methods.names` with no speculation; returns (or finds again) the measurements.
+
+    Raises ValueError without held-out samples, and for a model folder that is none.
+    """
+    methods = [describe(cfg, name) for name in cfg.methods.names]
+    rows = load_rows(cfg, cfg.evaluate.split)
+    rows = [row for row in rows if len(row["output_ids"]) > 1]
+    if not rows:
+        raise ValueError(
+            f"no greedy {cfg.evaluate.split} sample of this target in {cfg.path('traffic')}: "
+            "ingest more conversations or set evaluate.split"
+        )
+    path = result_path(cfg, methods, rows)
+    if path.is_file():
+        return json.loads(path.read_text()) | {"reused": True}
+    domain = speed_domain(cfg, rows)
+    result = {
+        "stage": "methods",
+        "target_id": target_id(cfg.target_path),
+        "vllm": vllm_version(),
+        "split": cfg.evaluate.split,
+        "requests": len(rows),
+        "speed_domain": domain,
+        "repeats": cfg.verify.repeats,
+        "methods": compare(cfg, methods, rows, domain),
+    }
+    show(result)
+    return save_json(path, result) | {"reused": False}
+
+
+def result_path(cfg: Config, methods: Sequence[Method], rows: Sequence[Row]) -> Path:
+    """Where the result stands for these methods, prompts, settings and this vLLM."""
+    settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), target_id(cfg.target_path)]
+    tried = [[m.name, m.settings, m.files, m.missing] for m in methods]
+    key = short_hash([tried, [row["sample_id"] for row in rows], settings, vllm_version()])
+    return cfg.path("methods", f"{key}.json")
+
+
+def describe(cfg: Config, name: str) -> Method:
+    """The method `name` of the `methods` section, with what it lacks."""
+    if name == "dflash":
+        return dflash(cfg)
+    ours = cfg.methods
+    options, model, missing = {}, model_folder(cfg, name), ""
+    if name == "ngram":
+        options = {"prompt_lookup_min": ours.ngram_min, "prompt_lookup_max": ours.ngram_max}
+    elif name == "suffix":
+        # Speed passes repeat their prompts: with a cache they would find their own answers.
+        options = {"suffix_decoding_max_cached_requests": 0}
+        if importlib.util.find_spec("arctic_inference") is None:
+            missing = "the package arctic-inference is not installed"
+    elif model is None and name != "mtp":
+        missing = f"no model: methods.{name} names no folder"
+    elif model is None and not has_mtp_heads(target_config(cfg)):
+        missing = "the target has no MTP heads, and methods.mtp names no folder"
+    return Method(name=name, k=ours.k, options=options, model=model, missing=missing)
+
+
+def dflash(cfg: Config) -> Method:
+    """methods.dflash, else the champion, else the newest drafter, with the K that it is served."""
+    folder = model_folder(cfg, "dflash")
+    if folder is None:
+        champion = resolve(cfg, "champion")
+        folder = champion[1] if champion else None
+    if folder is None:
+        if not any(cfg.path("drafters").glob("[!.]*/config.json")):
+            return Method(name="dflash", missing=f"no drafter in {cfg.path('drafters')}")
+        folder = find_drafter(cfg, "")
+    k = cfg.serve.k or verified_k(cfg, folder) or [read_config(folder).num_drafts]
+    return Method(name="dflash", k=k, model=folder)
+
+
+def model_folder(cfg: Config, name: str) -> Path | None:
+    """The folder that methods.NAME names, if any. Raises ValueError if it holds no model."""
+    folder = getattr(cfg.methods, name, "")
+    if folder and not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"methods.{name} = {folder}: not a model folder, it has no config.json")
+    return Path(folder) if folder else None
+
+
+def has_mtp_heads(config: dict[str, Any]) -> bool:
+    """Whether a target's config names layers for multi-token prediction."""
+    parts = [config, config.get("text_config") or {}]
+    return any(part.get(name) for part in parts for name in MTP_LAYERS)
+
+
+def compare(cfg: Config, methods: Sequence[Method], rows: list[Row], domain: str) -> list[Row]:
+    """A row per method, `none` first. The plain server stays up, so speeds are interleaved."""
+    narrow = [as_request(row) for row in rows if row["domain"] == domain]
+    found, speeds = [], []
+    with start(cfg, Method(name="none")) as plain:
+        console.print("none: serving")
+        expected, counts = ask(cfg, plain.url, rows, "none")
+        none = {"method": "none", "settings": {}, "available": True, **acceptance(counts)}
+        if none["tau"]["pooled"] != 1.0:
+            raise ValueError(
+                f"without a drafter vLLM counted {none['rounds']} steps for {none['tokens']} "
+                f"tokens: {DECODE_STEPS} does not count rounds on this engine, so no tau is known"
+            )
+        for method in methods:
+            console.print(f"{method.name}: {method.missing or 'serving'}")
+            row, of_method = attempt(cfg, method, plain, rows, expected, narrow)
+            found.append({"method": method.name, "settings": method.settings, **row})
+            speeds.append(of_method)
+    plain_speeds = [plain_alone(at_once) for at_once in zip(*filter(None, speeds), strict=True)]
+    return [{**none, "speeds": [summarise(one) for one in plain_speeds]}, *found]
+
+
+def attempt(
+    cfg: Config,
+    method: Method,
+    plain: Server,
+    rows: list[Row],
+    expected: list[Completion],
+    narrow: list[Request],
+) -> tuple[Row, list[Speed]]:
+    """What was measured with this method, or why nothing was."""
+    if method.missing:
+        return {"available": False, "reason": method.missing}, []
+    running = start(cfg, method)
+    try:
+        with running:
+            answers, counts = ask(cfg, running.url, rows, method.name)
+            text = greedy_check(plain.url, expected, answers, TIE_BOUND[dtype_name(cfg)])
+            speeds = measure_speeds(cfg, plain.url, running.url, narrow)
+    except ValueError as error:
+        return {"available": False, "reason": str(error)}, []
+    row = {
+        "available": True,
+        **acceptance(counts),
+        "rounds_with_drafts": sum(a.spec["num_spec_steps"] for a in answers if a.spec),
+        "vllm_mean_acceptance_length": pooled_by_vllm(answers),
+        "greedy": {
+            "requests": text.requests,
+            "identical": text.identical,
+            "near_ties": len(text.near_ties),
+            "different": len(text.different),
+        },
+        "speeds": [summarise(one) for one in speeds],
+    }
+    return row, speeds
+
+
+def start(cfg: Config, method: Method) -> Server:
+    """The server for one method, not started; all share the settings of `flywheel verify`."""
+    if method.name == "dflash":
+        ours = serving(cfg, str(method.model), method.k)
+    else:
+        ours = serving(cfg, "", [])
+    if method.name not in ("none", "dflash"):
+        config = {"method": method.name, **drafts_per_round(method.k), **method.options}
+        config |= {"model": str(method.model)} if method.model else {}
+        more = ["--speculative-config", json.dumps(config)]
+        more += ["--per-request-spec-decode-metrics", "detailed"]
+        ours = ours.override("serve", args=[*ours.serve.args, *more])
+    return server(ours, f"methods-{method.name}.log")
+
+
+def ask(
+    cfg: Config, url: str, rows: list[Row], label: str
+) -> tuple[list[Completion], dict[str, tuple[int, int]]]:
+    """Answers in the order of the rows; per domain, tokens after the first and rounds."""
+    answers: dict[int, Completion] = {}
+    counts = {}
+    for name in domains(rows):
+        mine = [i for i, row in enumerate(rows) if row["domain"] == name]
+        before = decode_steps(url)
+        requests = [as_request(rows[i]) for i in mine]
+        found = complete(url, requests, cfg.verify.concurrency, f"{label}, {name}")
+        tokens = sum(len(answer.output_ids) - 1 for answer in found)
+        counts[name] = (tokens, decode_steps(url) - before)
+        answers |= zip(mine, found, strict=True)
+    return [answers[i] for i in range(len(rows))], counts
+
+
+def acceptance(counts: dict[str, tuple[int, int]]) -> Row:
+    """Tau pooled and by domain, from (tokens, rounds) of each domain."""
+    tokens, rounds = (sum(pair[i] for pair in counts.values()) for i in (0, 1))
+    return {
+        "tau": {
+            "pooled": tau_of_counts(tokens, rounds),
+            "domains": {name: tau_of_counts(*pair) for name, pair in counts.items()},
+        },
+        "tokens": tokens,
+        "rounds": rounds,
+    }
+
+
+def plain_alone(at_once: Sequence[Speed]) -> Speed:
+    """The plain server at one concurrency, over the passes beside every method."""
+    rates = [rate for one in at_once for rate in one.plain]
+    seconds = [second for one in at_once for second in one.plain_seconds]
+    return Speed(
+        concurrency=at_once[0].concurrency,
+        plain=rates,
+        drafted=rates,
+        ratios=[1.0],
+        ratio=1.0,
+        plain_seconds=seconds,
+        drafted_seconds=seconds,
+    )
+
+
+def summarise(speed: Speed) -> Row:
+    """One concurrency: tokens per second pass by pass, their ratios, seconds per request."""
+    found = asdict(speed)
+    del found["plain_seconds"]
+    return found | {"latency": latency(found.pop("drafted_seconds"))}
+
+
+def latency(seconds: Sequence[float]) -> Row:
+    """Median and 95th percentile (nearest rank) of the seconds from request to answer.
+
+    [1, 2, ..., 20] -> median 10.5, p95 19. Raises ValueError for none.
+    """
+    if not seconds:
+        raise ValueError("no request, no latency")
+    rank = -(-95 * len(seconds) // 100)
+    return {
+        "requests": len(seconds),
+        "median": statistics.median(seconds),
+        "p95": sorted(seconds)[rank - 1],
+    }
+
+
+def show(result: Row) -> None:
+    """The table: a line per method, or why there is none."""
+    rows = result["methods"]
+    none = rows[0]
+    concurrencies = [one["concurrency"] for one in none["speeds"]]
+    columns = ["method", "settings", "tau", *(f"tau, {name}" for name in none["tau"]["domains"])]
+    columns += [f"tokens/s at {c}, of none" for c in concurrencies]
+    columns += [f"seconds at {c}: median, p95" for c in concurrencies]
+    columns += ["text: same, near tie, different"]
+    title = f"Methods on {result['requests']} held-out prompts, speed on {result['speed_domain']}"
+    print_table(title, columns, [table_line(row, len(columns)) for row in rows])
+    warn_if_unsteady("methods", [s for row in rows[1:] for s in row.get("speeds", [])])
+
+
+def table_line(row: Row, width: int) -> list[Any]:
+    """One row as it is printed."""
+    if not row["available"]:
+        return [row["method"], f"not available: {row['reason']}", *[None] * (width - 2)]
+    taus, text, speeds = row["tau"], row.get("greedy"), row["speeds"]
+    return [
+        row["method"],
+        settings_text(row["settings"]),
+        taus["pooled"],
+        *taus["domains"].values(),
+        *(f"{s['ratio']:.2f} ({min(s['ratios']):.2f}..{max(s['ratios']):.2f})" for s in speeds),
+        *(f"{s['latency']['median']:.2f}, {s['latency']['p95']:.2f}" for s in speeds),
+        f"{text['identical']}, {text['near_ties']}, {text['different']}" if text else None,
+    ]
+
+
+def settings_text(settings: Row) -> str:
+    """Settings in words: {"k": [7, 3], "prompt_lookup_max": 4} -> k 7, 3; prompt_lookup_max 4."""
+    lists = {name: ", ".join(map(str, v)) for name, v in settings.items() if isinstance(v, list)}
+    return "; ".join(f"{name} {value}" for name, value in (settings | lists).items())
+
+
+if __name__ == "__main__":
+    run_as_module("methods")
