@@ -193,9 +193,8 @@ def attempt(
     """What was measured with this method, or why nothing was."""
     if method.missing:
         return {"available": False, "reason": method.missing}, []
-    running = start(cfg, method)
     try:
-        with running:
+        with start(cfg, method) as running:
             answers, counts = ask(cfg, running.url, rows, method.name)
             text = greedy_check(plain.url, expected, answers, TIE_BOUND[dtype_name(cfg)])
             speeds = measure_speeds(cfg, plain.url, running.url, narrow)

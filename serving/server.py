@@ -65,8 +65,11 @@ class Server:
             raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        died = self._process is not None and not self._answers()
         self.stop()
+        if died and isinstance(error, ValueError):
+            raise ValueError(f"vLLM died: {self._what_failed()}") from error
 
     def start(self) -> None:
         """Check the settings and start vLLM. Raises ValueError for what cannot work."""

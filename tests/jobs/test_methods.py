@@ -1,6 +1,7 @@
 """`flywheel methods` without a server: what is tried, what is missing, what is printed."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -94,7 +95,13 @@ def test_latency_is_the_median_and_the_nearest_rank():
 
 
 def speed(**more):
-    values = {"concurrency": 8, "plain": [10.0], "drafted": [20.0], "ratios": [2.0], "ratio": 2.0}
+    values: dict[str, Any] = {
+        "concurrency": 8,
+        "plain": [10.0],
+        "drafted": [20.0],
+        "ratios": [2.0],
+        "ratio": 2.0,
+    }
     return Speed(**values | {"plain_seconds": [4.0], "drafted_seconds": [2.0]} | more)
 
 
