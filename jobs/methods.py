@@ -199,12 +199,15 @@ def attempt(
             text = greedy_check(plain.url, expected, answers, TIE_BOUND[dtype_name(cfg)])
             speeds = measure_speeds(cfg, plain.url, running.url, narrow)
     except ValueError as error:
+        if not plain.is_up():
+            raise
         return {"available": False, "reason": str(error)}, []
+    drafting = sum(a.spec["num_spec_steps"] for a in answers if a.spec)
     row = {
         "available": True,
         **acceptance(counts),
-        "rounds_with_drafts": sum(a.spec["num_spec_steps"] for a in answers if a.spec),
-        "vllm_mean_acceptance_length": pooled_by_vllm(answers),
+        "rounds_with_drafts": drafting,
+        "vllm_mean_acceptance_length": pooled_by_vllm(answers) if drafting else None,
         "greedy": {
             "requests": text.requests,
             "identical": text.identical,
