@@ -193,19 +193,21 @@ def attempt(
     """What was measured with this method, or why nothing was."""
     if method.missing:
         return {"available": False, "reason": method.missing}, []
-    running = start(cfg, method)
     try:
-        with running:
+        with start(cfg, method) as running:
             answers, counts = ask(cfg, running.url, rows, method.name)
             text = greedy_check(plain.url, expected, answers, TIE_BOUND[dtype_name(cfg)])
             speeds = measure_speeds(cfg, plain.url, running.url, narrow)
     except ValueError as error:
+        if not plain.is_up():
+            raise
         return {"available": False, "reason": str(error)}, []
+    drafting = sum(a.spec["num_spec_steps"] for a in answers if a.spec)
     row = {
         "available": True,
         **acceptance(counts),
-        "rounds_with_drafts": sum(a.spec["num_spec_steps"] for a in answers if a.spec),
-        "vllm_mean_acceptance_length": pooled_by_vllm(answers),
+        "rounds_with_drafts": drafting,
+        "vllm_mean_acceptance_length": pooled_by_vllm(answers) if drafting else None,
         "greedy": {
             "requests": text.requests,
             "identical": text.identical,

@@ -21,7 +21,11 @@ PHASES = {
 _PREFIX = re.compile(r"^(\(\w[^)]*pid=\d+\)\s*)?([A-Z]+ [\d-]+ [\d:.]+ \[[^]]*\]\s*)?")
 _ERROR = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit)|\S+: error): .+")
 # They only report that a child failed; the child's own error stands above them.
-_REPORTS = ("Engine core initialization failed", "WorkerProc initialization failed")
+_REPORTS = (
+    "Engine core initialization failed",
+    "WorkerProc initialization failed",
+    "EngineCore encountered an issue",
+)
 
 
 def check_target(target: Path | str) -> dict[str, Any]:

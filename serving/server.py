@@ -65,8 +65,12 @@ class Server:
             raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        refused = isinstance(error, ValueError) and self._process is not None
+        died = refused and not self.is_up()
         self.stop()
+        if died:
+            raise ValueError(f"vLLM died: {self._what_failed()}") from error
 
     def start(self) -> None:
         """Check the settings and start vLLM. Raises ValueError for what cannot work."""
@@ -97,7 +101,7 @@ class Server:
         assert self._process is not None, "start() comes first"
         deadline = time.monotonic() + self.start_seconds
         with tqdm(bar_format="vLLM: {desc} [{elapsed}]", leave=False, disable=None) as line:
-            while not self._answers():
+            while not self.is_up():
                 if self._process.poll() is not None:
                     raise ValueError(f"vLLM did not start: {self._what_failed()}")
                 if time.monotonic() > deadline:
@@ -106,6 +110,14 @@ class Server:
                     )
                 line.set_description_str(phase(self._log_lines()))
                 time.sleep(POLL_SECONDS)
+
+    def is_up(self) -> bool:
+        """Whether the server answers and its engine lives."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return response.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
 
     def wait(self) -> int:
         """Block until vLLM ends by itself; its exit code."""
@@ -183,13 +195,6 @@ class Server:
     def _speculative_config(self) -> str:
         config = {"method": "dflash", "model": str(self.drafter), **drafts_per_round(self.k)}
         return json.dumps(config)
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
-                return response.status == 200
-        except (urllib.error.URLError, OSError):
-            return False
 
     def _log_lines(self) -> list[str]:
         return Path(self.log).read_text(errors="replace").splitlines()

@@ -1,6 +1,7 @@
 """`flywheel methods` without a server: what is tried, what is missing, what is printed."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -69,9 +70,20 @@ def test_what_the_engine_refuses_is_listed_with_its_reason(work, monkeypatch):
         def __enter__(self):
             raise ValueError("vLLM did not start: ValueError: no such method here")
 
+    class Plain:
+        def is_up(self):
+            return self.up
+
+    def attempt(up):
+        plain: Any = Plain()
+        plain.up = up
+        return methods.attempt(cfg, methods.describe(cfg, "ngram"), plain, [], [], [])
+
     cfg = configure(work)
     monkeypatch.setattr(methods, "start", lambda *_: Refusing())
-    row, speeds = methods.attempt(cfg, methods.describe(cfg, "ngram"), *[None] * 4)  # pyright: ignore
+    with pytest.raises(ValueError, match="no such method"):
+        attempt(False)  # it is the plain server that died: no method is to blame
+    row, speeds = attempt(True)
     assert (row["available"], speeds) == (False, [])
     line = methods.table_line({"method": "ngram", "settings": {}, **row}, 6)
     assert line[1] == "not available: vLLM did not start: ValueError: no such method here"
@@ -94,7 +106,13 @@ def test_latency_is_the_median_and_the_nearest_rank():
 
 
 def speed(**more):
-    values = {"concurrency": 8, "plain": [10.0], "drafted": [20.0], "ratios": [2.0], "ratio": 2.0}
+    values: dict[str, Any] = {
+        "concurrency": 8,
+        "plain": [10.0],
+        "drafted": [20.0],
+        "ratios": [2.0],
+        "ratio": 2.0,
+    }
     return Speed(**values | {"plain_seconds": [4.0], "drafted_seconds": [2.0]} | more)
 
 

@@ -110,6 +110,15 @@ def test_a_validation_error_keeps_the_line_that_explains_it():
     assert error.endswith("ModelConfig: Value error, max_model_len (9) is greater than 8")
 
 
+def test_a_dead_engine_is_reported_with_what_killed_it():
+    lines = [
+        "(EngineCore pid=2) ERROR 11-29 23:19:52 [core.py:1512] RuntimeError: shape '[-1, 192]'",
+        "(APIServer pid=1) ERROR 11-29 23:19:52 [async_llm.py:906] vllm.v1.engine.exceptions."
+        "EngineDeadError: EngineCore encountered an issue. See stack trace (above)",
+    ]
+    assert checks.last_error(lines) == "RuntimeError: shape '[-1, 192]'"
+
+
 def test_the_log_gives_phase_and_root_cause():
     lines = LOG.splitlines()
     assert checks.phase([]) == "importing vLLM"
