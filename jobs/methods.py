@@ -23,6 +23,7 @@ from jobs.console import console, print_table
 from jobs.evaluate import domains, find_drafter, save_json
 from jobs.preflight import vllm_version
 from jobs.registry import resolve
+from jobs.report.methods import columns, lines
 from jobs.samples import load_rows
 from jobs.serve import server, verified_k
 from jobs.shape import target_config
@@ -303,38 +304,10 @@ def latency(seconds: Sequence[float]) -> Row:
 
 def show(result: Row) -> None:
     """The table: a line per method, or why there is none."""
-    rows = result["methods"]
-    none = rows[0]
-    concurrencies = [one["concurrency"] for one in none["speeds"]]
-    columns = ["method", "settings", "tau", *(f"tau, {name}" for name in none["tau"]["domains"])]
-    columns += [f"tokens/s at {c}, of none" for c in concurrencies]
-    columns += [f"seconds at {c}: median, p95" for c in concurrencies]
-    columns += ["text: same, near tie, different"]
     title = f"Methods on {result['requests']} held-out prompts, speed on {result['speed_domain']}"
-    print_table(title, columns, [table_line(row, len(columns)) for row in rows])
-    warn_if_unsteady("methods", [s for row in rows[1:] for s in row.get("speeds", [])])
-
-
-def table_line(row: Row, width: int) -> list[Any]:
-    """One row as it is printed."""
-    if not row["available"]:
-        return [row["method"], f"not available: {row['reason']}", *[None] * (width - 2)]
-    taus, text, speeds = row["tau"], row.get("greedy"), row["speeds"]
-    return [
-        row["method"],
-        settings_text(row["settings"]),
-        taus["pooled"],
-        *taus["domains"].values(),
-        *(f"{s['ratio']:.2f} ({min(s['ratios']):.2f}..{max(s['ratios']):.2f})" for s in speeds),
-        *(f"{s['latency']['median']:.2f}, {s['latency']['p95']:.2f}" for s in speeds),
-        f"{text['identical']}, {text['near_ties']}, {text['different']}" if text else None,
-    ]
-
-
-def settings_text(settings: Row) -> str:
-    """Settings in words: {"k": [7, 3], "prompt_lookup_max": 4} -> k 7, 3; prompt_lookup_max 4."""
-    lists = {name: ", ".join(map(str, v)) for name, v in settings.items() if isinstance(v, list)}
-    return "; ".join(f"{name} {value}" for name, value in (settings | lists).items())
+    print_table(title, columns(result), lines(result))
+    drafted = result["methods"][1:]
+    warn_if_unsteady("methods", [s for row in drafted for s in row.get("speeds", [])])
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ class Facts:
     """Read once. A drafter version is the first 12 digits of its weights' sha256.
 
     `k` is the number of draft tokens at which the drafter was served, else the largest replayed.
-    `verified` and `preflight` are the newest results for these weights, or None.
+    `verified` and `preflight` are the newest results for these weights, or None; `methods` the
+    newest comparison of ways to draft for this target.
     """
 
     def __init__(self, cfg: Config, weights_sha256: str) -> None:
@@ -56,6 +57,7 @@ class Facts:
         self.version = drafter_version(weights_sha256)
         self.verified = _newest(cfg.path("verified"), weights_sha256)
         self.preflight = _newest(cfg.path("preflight"), weights_sha256)
+        self.methods = _newest_methods(cfg, self.evaluation["target_id"])
         self.k = self.verified["k"] if self.verified else self.evaluation["k"]
         self.baseline = self.evaluation["baseline"]
         self.names = {self.version: self.evaluation["drafter"]}
@@ -163,6 +165,11 @@ def _evaluation(cfg: Config, weights_sha256: str) -> Row:
 
 def _newest(folder: Path, weights_sha256: str) -> Row | None:
     found = [r for r in _read_all(folder) if r["weights_sha256"] == weights_sha256]
+    return found[-1] if found else None
+
+
+def _newest_methods(cfg: Config, target: str) -> Row | None:
+    found = [r for r in _read_all(cfg.path("methods")) if r["target_id"] == target]
     return found[-1] if found else None
 
 

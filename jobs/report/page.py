@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from jobs.config import Config
 from jobs.console import console
 from jobs.doctor import DISTRIBUTION, SHOWN, installed
-from jobs.report import coverage, tables
+from jobs.report import coverage, methods, tables
 from jobs.report.contexts import worst_contexts
 from jobs.report.facts import Facts, evaluated, newest_evaluated
 from jobs.report.figures import draw
@@ -69,6 +69,9 @@ def render(cfg: Config, facts: Facts) -> str:
         preflight=facts.preflight,
         pictures=draw(facts),
         examples=worst_contexts(cfg, evaluation["target_id"], facts.version, evaluation["k"]),
+        methods=facts.methods,
+        method_columns=methods.columns(facts.methods) if facts.methods else [],
+        method_lines=methods.lines(facts.methods) if facts.methods else [],
         coverage=coverage.lines(facts),
         versions=_versions(),
     )

@@ -7,6 +7,7 @@ import pytest
 
 from jobs import cli, methods
 from jobs.config import METHODS, load
+from jobs.report.methods import table_line
 from serving.client import Speed
 from tests.tiny import make_target
 
@@ -85,7 +86,7 @@ def test_what_the_engine_refuses_is_listed_with_its_reason(work, monkeypatch):
         attempt(False)  # it is the plain server that died: no method is to blame
     row, speeds = attempt(True)
     assert (row["available"], speeds) == (False, [])
-    line = methods.table_line({"method": "ngram", "settings": {}, **row}, 6)
+    line = table_line({"method": "ngram", "settings": {}, **row}, 6)
     assert line[1] == "not available: vLLM did not start: ValueError: no such method here"
     assert line[2:] == [None] * 4
 
@@ -112,8 +113,10 @@ def speed(**more):
         "drafted": [20.0],
         "ratios": [2.0],
         "ratio": 2.0,
+        "plain_seconds": [4.0],
+        "drafted_seconds": [2.0],
     }
-    return Speed(**values | {"plain_seconds": [4.0], "drafted_seconds": [2.0]} | more)
+    return Speed(**{**values, **more})
 
 
 def test_the_plain_server_is_measured_beside_every_method():
@@ -131,7 +134,7 @@ def test_a_line_of_the_table():
         "greedy": counts,
         "speeds": [methods.summarise(speed(ratios=[1.5, 2.0, 2.5]))],
     }
-    assert methods.table_line(row, 7) == [
+    assert table_line(row, 7) == [
         "ngram",
         "k 7, 3; prompt_lookup_max 4",
         3.0,
