@@ -72,6 +72,8 @@ def test_what_the_engine_refuses_is_listed_with_its_reason(work, monkeypatch):
             raise ValueError("vLLM did not start: ValueError: no such method here")
 
     class Plain:
+        up: bool
+
         def is_up(self):
             return self.up
 
