@@ -22,6 +22,7 @@ from dflash.model import Drafter, drafter_of
 WEIGHTS = "model.safetensors"
 MASK_EMBEDDING = "mask_embedding.pt"
 LM_HEAD = "lm_head.weight"
+IDS = (torch.int64, torch.int32)
 BORROWED = (
     "embed_tokens.weight",
     LM_HEAD,
@@ -93,6 +94,8 @@ def read_config(folder: str | os.PathLike, target_layers: int | None = None) -> 
         raise ValueError(f"{folder} is not a drafter folder: it has no config.json")
     try:
         raw = json.loads(path.read_text())
+        if not isinstance(raw, dict):
+            raise ValueError("not a JSON object")
         if is_speculators(raw) and target_layers is not None:
             raw = to_zlab(raw, target_layers)
         return DrafterConfig.from_json(raw)
@@ -152,9 +155,14 @@ def check_tensors(found: dict[str, torch.Tensor], cfg: DrafterConfig, path: Path
         for name, shape in wanted.items()
         if name in found and tuple(found[name].shape) != shape
     ]
+    faults += [
+        f"{name} is stored as {tensor.dtype}"
+        for name, tensor in found.items()
+        if not (tensor.dtype in IDS if name == "d2t" else tensor.is_floating_point())
+    ]
     if cfg.draft_vocab_size and not faults:
         ids = torch.arange(cfg.draft_vocab_size) + found["d2t"]
-        if ids.diff().min() <= 0 or ids[0] < 0 or ids[-1] >= cfg.vocab_size:
+        if (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= cfg.vocab_size:
             faults = [f"d2t does not give ascending token ids in 0..{cfg.vocab_size - 1}"]
     if faults:
         shown = "; ".join(faults[:6]) + (f"; and {len(faults) - 6} more" if len(faults) > 6 else "")

@@ -105,13 +105,15 @@ class DrafterConfig:
         taps = tuple(int(i) for i in values["target_layer_ids"])
         plain = {name: values[name] for name in PLAIN_KEYS}
         window, causal = _attention(raw)
-        reduced = raw.get("draft_vocab_size")
+        reduced = raw.get("draft_vocab_size") or raw["vocab_size"]
+        if not isinstance(reduced, int):
+            raise ValueError(f"draft_vocab_size is {reduced!r}, not a number of tokens")
         return cls(
             target_layer_ids=taps,
             mask_token_id=int(values["mask_token_id"]),
             sliding_window=window,
             is_causal=causal,
-            draft_vocab_size=0 if reduced in (None, raw["vocab_size"]) else int(reduced),
+            draft_vocab_size=0 if reduced == raw["vocab_size"] else reduced,
             **plain,
         )
 

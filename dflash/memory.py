@@ -32,7 +32,7 @@ def model_bytes(
     built = build_optimizers(drafter, optimizer, 1.0, torch.float32)
     for one in built:
         one.step()
-    weights = sum(p.nbytes for p in drafter.parameters())
+    weights = sum(t.nbytes for t in drafter.state_dict().values())
     states = [t for one in built for state in one.state.values() for t in state.values()]
     parts = {
         "weights": weights,

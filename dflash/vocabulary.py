@@ -31,7 +31,7 @@ def frequent_tokens(answers: Iterable[Tensor], size: int, vocab_size: int) -> Te
 
 def set_vocabulary(drafter: Drafter, head_VH: Tensor, ids: Tensor) -> None:
     """Let a drafter of a reduced vocabulary draft `ids` [draft_vocab_size], ascending; in place."""
-    drafter.d2t.copy_(ids - torch.arange(len(ids)))
+    drafter.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
     drafter.lm_head.weight.copy_(head_VH[ids.to(head_VH.device)])
 
 

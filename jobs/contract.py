@@ -127,7 +127,7 @@ def _borrowed(subject: Subject) -> Iterator[Check]:
         own = target("model.embed_tokens.weight") if own is None else own
         if own is not None and name == LM_HEAD and subject.shape.draft_vocab_size:
             own = own[load_drafter(subject.folder).draft_head(own)[0]]
-        if own is None or not torch.equal(own, stored[name].to(own.dtype)):
+        if own is None or not torch.equal(own.to(stored[name].dtype), stored[name]):
             found = f"{name} is not the target's, and vLLM would use it"
             fix = f"remove {name} from {WEIGHTS}: the target's is used then, as in replay"
             if subject.shape.draft_vocab_size and name == LM_HEAD:

@@ -46,6 +46,8 @@ from store.shards import (
 
 Borrowed = tuple[Tensor, Tensor]
 """The target's embedding and head."""
+ENOUGH = 0.98
+"""Share of the answers' tokens that a draft vocabulary should hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +94,7 @@ def run(cfg: Config) -> dict[str, Any]:
         "compat": compat_fields(ours.drafter.cfg, identity),
         "split": cfg.evaluate.split,
         "k": ours.k,
+        "draftable": draftable(ours.drafter, borrowed[1], requests),
         **compare(cfg, rows, sides, [w[side.k] for side, w in zip(sides, found, strict=True)]),
         **by_k(walks),
         "tau_by_k_domain": {
@@ -109,6 +112,12 @@ def run(cfg: Config) -> dict[str, Any]:
     _print(evaluation)
     page = publish(cfg, evaluation["weights_sha256"])
     return {"stage": "evaluate", "report": str(page), **evaluation}
+
+
+def draftable(drafter: Drafter, head: Tensor, requests: Sequence[Request]) -> float:
+    """Share of the answers' tokens, first ones excepted, that the drafter's vocabulary holds."""
+    tokens = torch.cat([r.ids[r.num_prompt + 1 :] for r in requests])
+    return float(torch.isin(tokens, drafter.draft_head(head)[0].cpu()).double().mean())
 
 
 def compare(
@@ -177,7 +186,7 @@ def commit_walks(
     rows: list[Row],
     walks: dict[int, list[list[int]]],
 ) -> None:
-    """The walks as acceptance rows of origin replay, under a name made from what was replayed."""
+    """The walks as acceptance rows of origin replay."""
     version = drafter_version(weights_sha256(folder))
     now = datetime.now(UTC)
     found = [
@@ -185,9 +194,8 @@ def commit_walks(
         for k, walk in walks.items()
         for row, rounds in zip(rows, walk, strict=True)
     ]
-    key = short_hash(["replay", version, identity, [row["sample_id"] for row in rows]])
     inputs = {"drafter_version": version, "origin": "replay", "split": cfg.evaluate.split}
-    commit_rows(cfg, key, found, inputs)
+    commit_rows(cfg, found, inputs)
 
 
 def acceptance_row(
@@ -222,14 +230,20 @@ def acceptance_row(
     }
 
 
-def commit_rows(cfg: Config, key: str, rows: list[Row], inputs: dict[str, Any]) -> None:
-    """Publish acceptance rows once under `key`, in place of older rows with the same inputs."""
+def commit_rows(cfg: Config, rows: list[Row], inputs: dict[str, Any]) -> None:
+    """Publish acceptance rows in place of those with the same inputs; equal ones are kept."""
     folder = cfg.path("acceptance")
+    content = short_hash([[r["request_id"], r["target_id"], r["k"], r["accepted"]] for r in rows])
+    live = [m for m in read_manifests(folder) if m["inputs"] == inputs]
+    if [m["detail"].get("content") for m in live] == [content]:
+        return
+    replaces = sorted(m["key"] for m in live)
+    # Going back to former rows must not meet the manifest that was replaced: hence another key.
+    key = short_hash([inputs, content, replaces])
     path = folder / f"{key}.parquet"
     table = pa.Table.from_pylist(rows, schema=ACCEPTANCE)
     shard = shard_info(path) if is_complete(path) else write_shard(path, table)
-    older = [m["key"] for m in read_manifests(folder) if m["inputs"] == inputs and m["key"] != key]
-    write_manifest(folder, key, [shard], inputs, replaces=older)
+    write_manifest(folder, key, [shard], inputs, {"content": content}, replaces)
 
 
 def domains(rows: list[Row]) -> list[str]:
@@ -278,6 +292,11 @@ def _print(evaluation: dict[str, Any]) -> None:
         lines += [[f"{dimension} {n}", p["tau"], _words(p["ci"])] for n, p in parts.items()]
     title = f"Replay of {evaluation['drafter']} on {evaluation['split']}, K = {evaluation['k']}"
     print_table(title, ["slice", "tau", "95 % interval"], lines)
+    if evaluation["draftable"] < ENOUGH:
+        console.print(
+            f"[yellow]only {evaluation['draftable']:.1%} of the answers' tokens are in the draft "
+            "vocabulary, which caps tau: train a new drafter with a larger drafter.draft_vocab"
+        )
     alpha = evaluation["alpha"]
     print_table(
         f"By K, and what one acceptance chance of {alpha['fit']:.3f} would give",

@@ -125,9 +125,14 @@ class Loop:
         named = named_tokens(self.data.samples, self.labels)
         self.candidates = Candidates(named, len(self.head), cfg.random_candidates)
         self.candidates.position = self.candidates.position.to(self.device)
-        if shape.draft_vocab_size and not cfg.base:
+        if shape.draft_vocab_size:
+            # A base keeps its tokens, with the rows of this target's head: it may be a newer one.
             answers = (sample.ids[sample.loss_mask] for sample in self.data.samples)
-            ids = frequent_tokens(answers, shape.draft_vocab_size, len(self.head))
+            ids = (
+                self.drafter.draft_head(self.head)[0]
+                if cfg.base
+                else frequent_tokens(answers, shape.draft_vocab_size, len(self.head))
+            )
             for drafter in (self.drafter, self.averaged):
                 set_vocabulary(drafter, self.head, ids)
 
@@ -270,6 +275,7 @@ class Loop:
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         save_drafter(drafter_of(self.drafter.cfg, self.best_weights), partial, EXPORT_DTYPE)
+        load_drafter(partial)  # what cannot be read back never gets its final name
         partial.rename(folder)
 
     def metrics(self) -> dict[str, float]:

@@ -107,7 +107,9 @@ def _decide(
     if not reasons:
         reasons = gate.refusals(cfg.promote, candidate.evaluation, champion)
         if champion is not None and not cfg.promote.new_shape:
-            shape = gate.mismatches(candidate.compat, champion.compat, "the champion")
+            # A champion of an older version has no word on options that were off for all.
+            known = dict.fromkeys(candidate.compat, 0) | champion.compat
+            shape = gate.mismatches(candidate.compat, known, "the champion")
             reasons += [f"{fault} (promote.new_shape=true allows it)" for fault in shape]
     if reasons:
         return _refuse(cfg, candidate, champion, version, reasons)

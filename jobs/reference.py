@@ -13,7 +13,7 @@ from dflash.target import load_target, target_id
 from jobs.config import Config
 from jobs.evaluate import acceptance_row, commit_rows
 from jobs.shape import end_tokens
-from store.ids import drafter_version, short_hash
+from store.ids import drafter_version
 
 Row = dict[str, Any]
 
@@ -63,6 +63,5 @@ def commit_decoded(
         acceptance_row(row, rounds, k, block_size, "decode", version, identity, now)
         for row, rounds in decoded
     ]
-    key = short_hash(["decode", version, identity, [row["sample_id"] for row, _ in decoded]])
     inputs = {"drafter_version": version, "origin": "decode", "split": cfg.evaluate.split}
-    commit_rows(cfg, key, found, inputs)
+    commit_rows(cfg, found, inputs)

@@ -146,6 +146,11 @@ def measure_speeds(
 def speed_domain(cfg: Config, rows: list[Row]) -> str:
     """verify.domain, else the one with the most held-out samples. ValueError if it has none."""
     names = domains(rows)
+    if not names:
+        raise ValueError(
+            f"no greedy {cfg.evaluate.split} sample with more than one token in "
+            f"{cfg.path('traffic')}: send some requests with temperature 0, or set evaluate.split"
+        )
     if not cfg.verify.domain:
         return max(names, key=[row["domain"] for row in rows].count)
     if cfg.verify.domain not in names:
@@ -271,9 +276,8 @@ def commit_served(
         )
         for row, answer in zip(rows, answers, strict=True)
     ]
-    key = short_hash(["served", sorted(answer.request_id for answer in answers)])
     inputs = {"drafter_version": sha, "origin": "served", "split": cfg.evaluate.split}
-    commit_rows(cfg, key, found, inputs)
+    commit_rows(cfg, found, inputs)
     return [row["accepted"] for row in found]
 
 

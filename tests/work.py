@@ -22,6 +22,7 @@ SETTINGS = [
     "drafter.num_taps=3",
     "drafter.block_size=5",
     "drafter.mask_token_id=96",
+    "drafter.draft_vocab=80",
     "harvest.samples_per_shard=20",
     "ingest.val_percent=15",
     "ingest.test_percent=15",

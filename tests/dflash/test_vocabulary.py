@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash.checkpoint import convert_folder, load_drafter, save_drafter
 from dflash.decode import decode
-from dflash.model import drafter_of
+from dflash.model import drafter_of, new_drafter
 from dflash.replay import Request, replay
 from dflash.sampled import chances
 from dflash.sampling import GREEDY
@@ -67,6 +67,13 @@ def test_an_answer_without_a_token_that_can_be_drafted(reduced, target, known):
     assert replay(reduced, target.embedding, target.head, [request], 5) == [[0] * 7]
 
 
+def test_a_vocabulary_of_one_token_is_one(trained, target, tmp_path):
+    drafter = new_drafter(replace(trained.cfg, draft_vocab_size=1), seed=0)
+    set_vocabulary(drafter, target.head, torch.tensor([7]))
+    folder = save_drafter(drafter, tmp_path / "drafter", torch.float32)
+    assert load_drafter(folder).draft_head(target.head)[0].tolist() == [7]
+
+
 def test_a_folder_keeps_it_in_both_formats(reduced, target_folder, tmp_path):
     folder = save_drafter(reduced, tmp_path / "drafter", torch.bfloat16)
     tensors = load_file(folder / "model.safetensors")
@@ -86,6 +93,10 @@ def test_a_folder_keeps_it_in_both_formats(reduced, target_folder, tmp_path):
         ({"lm_head.weight": None}, "missing lm_head.weight"),
         ({"d2t": None}, "missing d2t"),
         ({"d2t": torch.arange(10)}, r"d2t is \(10,\)"),
+        ({"d2t": torch.zeros(1)}, r"d2t is \(1,\)"),
+        ({"d2t": torch.float32}, "d2t is stored as torch.float32"),
+        ({"d2t": torch.bool}, "d2t is stored as torch.bool"),
+        ({"norm.weight": torch.int8}, "norm.weight is stored as torch.int8"),
         ({"d2t": -1}, r"d2t does not give ascending token ids in 0\.\.96"),
     ],
 )
@@ -96,7 +107,13 @@ def test_a_vocabulary_that_does_not_fit_is_refused(reduced, tmp_path, change, me
     if value is None:
         del tensors[name]
     else:
-        tensors[name] = value if isinstance(value, torch.Tensor) else tensors[name].flip(0)
+        tensors[name] = (
+            value
+            if isinstance(value, torch.Tensor)
+            else tensors[name].to(value)
+            if isinstance(value, torch.dtype)
+            else tensors[name].flip(0)
+        )
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         load_drafter(folder)

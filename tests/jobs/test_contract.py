@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -10,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from dflash.checkpoint import save_drafter, weights_sha256
+from dflash.checkpoint import load_drafter, save_drafter, weights_sha256
 from dflash.model import new_drafter
-from dflash.target import target_id
+from dflash.target import load_borrowed, target_id
+from dflash.vocabulary import set_vocabulary
 from jobs.config import load
 from jobs.contract import contract
 from jobs.shape import drafter_config
@@ -84,6 +86,19 @@ def test_a_sound_folder_passes_every_clause(work):
     assert rows["fail"] == rows["warn"] == []
     names = [row.partition(":")[0] for row in rows["ok"]]
     assert names == ["config", "tensors", "target", "taps", "mask token", "causality", "length"]
+
+
+def test_rows_of_the_head_are_the_targets_in_the_stored_dtype(work):
+    """A drafter is stored in bfloat16, the target here in float32: rounding is no difference."""
+    folder, head = work / "drafters" / "d", load_borrowed(work / "target", torch.float32)[1]
+    shape = replace(load_drafter(folder).cfg, draft_vocab_size=40)
+    drafter = new_drafter(shape, seed=0)
+    set_vocabulary(drafter, head, torch.arange(50, 90))
+    save_drafter(drafter, folder, torch.bfloat16)
+    assert look(work)["fail"] == []
+    set_vocabulary(drafter, head.roll(1, 0), torch.arange(50, 90))
+    save_drafter(drafter, folder, torch.bfloat16)
+    assert "lm_head.weight is not the target's" in look(work)["fail"][0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Replayed, decoded and served rows of the same answers: one schema, one SQL, the same numbers."""
 
+import operator
 import shutil
 
 import pytest
@@ -52,7 +53,7 @@ def cfg(tmp_path_factory, rivals):
         )
         for row, walk in zip(rows, walks, strict=True)
     ]
-    evaluate.commit_rows(cfg, "served", served, {"origin": "served"})
+    evaluate.commit_rows(cfg, served, {"origin": "served"})
     return cfg
 
 
@@ -106,3 +107,25 @@ def test_rounds_end_where_the_definition_says(cfg):
     assert ends.get(("answer ended", None), 0) == sum(count < K for count in last)
     assert ends["all accepted", None] == before.count(K) + last.count(K)
     assert tau(walks) == pytest.approx(1 + sum(positions(walks, K)))
+
+
+def test_rows_replace_older_ones_also_on_the_way_back(tmp_path, cfg):
+    rows = read_dataset(cfg.path("acceptance"), ACCEPTANCE).to_pylist()[:4]
+    other, inputs = load(None, [f"work={tmp_path}"]), {"origin": "replay"}
+    changed = [row | {"accepted": [0] * len(row["accepted"])} for row in rows]
+    for found in (rows, changed, rows[:2], rows, rows):
+        evaluate.commit_rows(other, found, inputs)
+        live = read_dataset(other.path("acceptance"), ACCEPTANCE).to_pylist()
+        key = operator.itemgetter("request_id", "k", "origin")
+        assert sorted(live, key=key) == sorted(found, key=key)
+
+
+def test_rows_replace_older_ones_also_on_the_way_back(tmp_path, cfg):
+    rows = read_dataset(cfg.path("acceptance"), ACCEPTANCE).to_pylist()[:4]
+    other, inputs = load(None, [f"work={tmp_path}"]), {"origin": "replay"}
+    changed = [row | {"accepted": [0] * len(row["accepted"])} for row in rows]
+    for found in (rows, changed, rows[:2], rows, rows):
+        evaluate.commit_rows(other, found, inputs)
+        live = read_dataset(other.path("acceptance"), ACCEPTANCE).to_pylist()
+        key = operator.itemgetter("request_id", "k", "origin")
+        assert sorted(live, key=key) == sorted(found, key=key)
