@@ -10,8 +10,8 @@ nothing that fails here reaches a request. Counts by outcome: `flywheel_capture_
 
 Environment: FLYWHEEL_CAPTURE_DIR; FLYWHEEL_CAPTURE_SAMPLE, the share of conversations kept
 (default 1); FLYWHEEL_CAPTURE_TARGET_ID and FLYWHEEL_CAPTURE_DRAFTER, copied into the records.
-Headers: X-Flywheel-Conversation, -Domain, -Tenant, -Language, -Consent (or the same names in the body's
-`metadata`). Consent "false", "no" or "0" means: not recorded.
+Headers: X-Flywheel-Conversation, -Domain, -Tenant, -Language, -Consent (or the same names in the
+body's `metadata`). Consent "false", "no" or "0" means: not recorded.
 """
 
 import contextlib

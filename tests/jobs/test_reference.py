@@ -118,14 +118,3 @@ def test_rows_replace_older_ones_also_on_the_way_back(tmp_path, cfg):
         live = read_dataset(other.path("acceptance"), ACCEPTANCE).to_pylist()
         key = operator.itemgetter("request_id", "k", "origin")
         assert sorted(live, key=key) == sorted(found, key=key)
-
-
-def test_rows_replace_older_ones_also_on_the_way_back(tmp_path, cfg):
-    rows = read_dataset(cfg.path("acceptance"), ACCEPTANCE).to_pylist()[:4]
-    other, inputs = load(None, [f"work={tmp_path}"]), {"origin": "replay"}
-    changed = [row | {"accepted": [0] * len(row["accepted"])} for row in rows]
-    for found in (rows, changed, rows[:2], rows, rows):
-        evaluate.commit_rows(other, found, inputs)
-        live = read_dataset(other.path("acceptance"), ACCEPTANCE).to_pylist()
-        key = operator.itemgetter("request_id", "k", "origin")
-        assert sorted(live, key=key) == sorted(found, key=key)
