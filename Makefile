@@ -37,7 +37,7 @@ demo: $(INSTALLED)  ## turn the whole loop once, with a real model, in runs/demo
 	@$(BIN)/flywheel demo $(ARGS)
 
 # Two processes: most of a test's time is one thread that imports or starts something.
-TWICE := -n 2 --dist loadfile
+TWICE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: $(INSTALLED)  ## all tests, end to end ones included
