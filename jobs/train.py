@@ -6,6 +6,7 @@ other data or settings never do. The exported weights are those with the best re
 val split. With --plan it says what it would do and stops.
 """
 
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -99,6 +100,8 @@ def _inputs(cfg: Config) -> dict[str, Any]:
 
 
 def _fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[str, Any]:
+    if not cfg.ray.address:  # one machine is not preempted, and the watcher's imports take seconds
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     trainer = TorchTrainer(
         worker,
         train_loop_config={"cfg": cfg, "name": name, "shape": shape, "mlflow_run": mlflow_run},
