@@ -10,8 +10,9 @@ from dflash.checkpoint import save_drafter
 from dflash.decode import decode
 from dflash.model import new_drafter
 from dflash.sampling import GREEDY, Sampling
-from dflash.target import load_target
+from dflash.target import load_borrowed, load_target
 from dflash.train import generator
+from dflash.vocabulary import set_vocabulary
 from jobs import harvest, ingest
 from jobs.config import Config, load
 from jobs.shape import drafter_config
@@ -36,6 +37,13 @@ SETTINGS = [
 def configure(folder: Path, *more: str) -> Config:
     """The settings of a tiny run in `folder`."""
     return load(None, [f"work={folder}", *SETTINGS, *more])
+
+
+def make_base(cfg: Config, folder: Path) -> Path:
+    """A random drafter of the configured shape to start from, as an earlier run would export it."""
+    drafter = new_drafter(drafter_config(cfg), 7)
+    set_vocabulary(drafter, load_borrowed(cfg.target_path, torch.float32)[1], torch.arange(5, 85))
+    return save_drafter(drafter, folder, torch.bfloat16)
 
 
 def make_work(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from jobs.feed import LazySamples, feature_cache, training_set
 from jobs.shape import drafter_config
 from store.schemas import ACCEPTANCE, FEATURES
 from store.shards import read_dataset
-from tests.work import SETTINGS, configure
+from tests.work import SETTINGS, configure, make_base
 
 
 def first_sample(cfg):
@@ -99,7 +99,7 @@ ADAPTED = ["train.lora_rank=4", "train.optimizer=adamw", "train.lr=1e-2", "train
 @pytest.mark.parametrize("settings", [[], ADAPTED], ids=["full", "lora"])
 def test_zero_steps_export_the_base(work, tmp_path, settings):
     cfg = configure(work)
-    base = save_drafter(new_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)
+    base = make_base(cfg, tmp_path / "base")
     trained = train.run(configure(work, f"train.base={base}", "train.steps=0", *settings))
     for name in ("config.json", "model.safetensors"):
         assert (base / name).read_bytes() == (

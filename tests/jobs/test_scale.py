@@ -17,7 +17,7 @@ from jobs.checkpoints import commit_state, newest_state, read_state
 from jobs.loop import progress_file
 from jobs.shape import drafter_config
 from jobs.tracking import Tracker
-from tests.work import configure
+from tests.work import configure, make_base
 
 # 3 samples on 2 workers: a rank has a step without a second sample. Small steps: float order grows.
 SETTINGS = ["train.batch_size=3", "train.steps=40", "train.val_every=20", "train.lr=2e-3"]
@@ -109,8 +109,7 @@ def test_sharded_workers_give_the_run_of_one(one, fresh):
 def test_sharded_factors_and_their_average_resume_and_give_the_run_of_one(harvested, tmp_path):
     """Frozen and trained parameters side by side, a second set of shards, an early state."""
     folders = [shutil.copytree(harvested, tmp_path / name) for name in ("one", "two")]
-    shape = drafter_config(configure(folders[0]))
-    base = save_drafter(new_drafter(shape, 7), tmp_path / "base", torch.bfloat16)
+    base = make_base(configure(folders[0]), tmp_path / "base")
     words = ["train.lora_rank=4", "train.optimizer=adamw", "train.lr=1e-2", "train.ema=0.9"]
     words += [*SETTINGS[:3], *SETTINGS[4:], f"train.base={base}"]
     whole = outcome(configure(folders[0], *words))
@@ -123,7 +122,7 @@ def test_sharded_factors_and_their_average_resume_and_give_the_run_of_one(harves
 def test_a_domain_with_a_mix_stops_when_nothing_gets_better(fresh, tmp_path):
     """Learning rate 0: the base stays the best, so it is what is exported, after one validation."""
     cfg = configure(fresh)
-    base = save_drafter(new_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)
+    base = make_base(cfg, tmp_path / "base")
     words = ["train.domain=a", "train.mix=0.3", "train.patience=1", "train.lr=0.0"]
     cfg = configure(fresh, *SETTINGS, *words, f"train.base={base}")
     summary, losses, _ = outcome(cfg)
