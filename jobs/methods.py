@@ -90,16 +90,15 @@ def run(cfg: Config) -> dict[str, Any]:
     path = result_path(cfg, methods, rows)
     if path.is_file():
         return json.loads(path.read_text()) | {"reused": True}
-    domain = speed_domain(cfg, rows)
     result = {
         "stage": "methods",
         "target_id": target_id(cfg.target_path),
         "vllm": vllm_version(),
         "split": cfg.evaluate.split,
         "requests": len(rows),
-        "speed_domain": domain,
+        "speed_domain": speed_domain(cfg, rows),
         "repeats": cfg.verify.repeats,
-        "methods": compare(cfg, methods, rows, domain),
+        "methods": compare(cfg, methods, rows, path.with_suffix("")),
     }
     show(result)
     return save_json(path, result) | {"reused": False}
@@ -161,8 +160,12 @@ def has_mtp_heads(config: dict[str, Any]) -> bool:
     return any(part.get(name) for part in parts for name in MTP_LAYERS)
 
 
-def compare(cfg: Config, methods: Sequence[Method], rows: list[Row], domain: str) -> list[Row]:
-    """A row per method, `none` first. The plain server stays up, so speeds are interleaved."""
+def compare(cfg: Config, methods: Sequence[Method], rows: list[Row], parts: Path) -> list[Row]:
+    """A row per method, `none` first, each kept in `parts` as soon as it is measured.
+
+    The plain server stays up, so speeds are interleaved.
+    """
+    domain = speed_domain(cfg, rows)
     narrow = [as_request(row) for row in rows if row["domain"] == domain]
     found, speeds = [], []
     with start(cfg, Method(name="none")) as plain:
@@ -175,8 +178,15 @@ def compare(cfg: Config, methods: Sequence[Method], rows: list[Row], domain: str
                 f"tokens: {DECODE_STEPS} does not count rounds on this engine, so no tau is known"
             )
         for method in methods:
-            console.print(f"{method.name}: {method.missing or 'serving'}")
-            row, of_method = attempt(cfg, method, plain, rows, expected, narrow)
+            part = parts / f"{method.name}.json"
+            if part.is_file():
+                kept = json.loads(part.read_text())
+                row, of_method = kept["row"], [Speed(**one) for one in kept["speeds"]]
+            else:
+                console.print(f"{method.name}: {method.missing or 'serving'}")
+                row, of_method = attempt(cfg, method, plain, rows, expected, narrow)
+                if row["available"]:  # an interrupted run does not measure it again
+                    save_json(part, {"row": row, "speeds": [asdict(one) for one in of_method]})
             found.append({"method": method.name, "settings": method.settings, **row})
             speeds.append(of_method)
     plain_speeds = [plain_alone(at_once) for at_once in zip(*filter(None, speeds), strict=True)]

@@ -67,8 +67,10 @@ class Server:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         refused = isinstance(error, ValueError) and self._process is not None
-        died = refused and not self.is_up()
-        self.stop()
+        try:
+            died = refused and not self.is_up()
+        finally:
+            self.stop()
         if died:
             raise ValueError(f"vLLM died: {self._what_failed()}") from error
 

@@ -108,5 +108,7 @@ def test_a_second_run_finds_the_result(result, cfg, monkeypatch):
     monkeypatch.setattr(methods, "compare", lambda *args: pytest.fail("measured again"))
     assert methods.run(cfg)["reused"]
     [path] = cfg.path("methods").glob("*.json")
+    parts = path.with_suffix("")
+    assert {part.name for part in parts.iterdir()} == {"ngram.json", "dflash.json"}
     rows = json.loads(path.read_text())["methods"]
     assert [row["method"] for row in rows] == ["none", "ngram", "mtp", "dflash"]
