@@ -1,9 +1,10 @@
-"""make bench-replay [ARGS="work=runs/mine"]: replay against the reference decoder, same prompts.
+"""make bench-replay [ARGS="work=runs/mine"]: replay against decoding the same prompts.
 
-Needs a finished demo (make demo): its target, its held-out prompts and its newest drafter. Both
-sides must walk the same rounds in float32. `ratio` is for one replay over features that are there,
-as for every drafter and every K after the first; `detail` has it with the target's pass that makes
-them, too.
+Needs a finished demo (make demo): its target, its held-out prompts and its newest drafter. Decoding
+is done by the reference decoder, which must walk the same rounds, and by a vLLM server with the
+drafter that gets all requests at once. `ratio` is for the reference decoder and one replay over
+features that are there, as for every drafter and every K after the first; `detail` has vLLM's, and
+both with the target's pass that makes the features.
 """
 
 import statistics
@@ -20,7 +21,10 @@ from dflash.target import load_target
 from jobs.config import load
 from jobs.evaluate import find_drafter
 from jobs.samples import load_requests
+from jobs.serve import server
 from jobs.shape import end_tokens
+from jobs.verify import as_request, serving
+from serving.client import complete
 
 REQUESTS, REPEATS = 16, 3
 
@@ -30,7 +34,8 @@ def main() -> None:
     cfg = load(None, sys.argv[1:])
     rows = load_requests(cfg, "test")[0][:REQUESTS]
     target = load_target(cfg.target_path, torch.float32)
-    drafter = load_drafter(find_drafter(cfg, ""))
+    folder = find_drafter(cfg, "")
+    drafter = load_drafter(folder)
     k, taps, ends = drafter.cfg.num_drafts, drafter.cfg.target_layer_ids, end_tokens(cfg)
     decoded, requests, walked = [], [], []
 
@@ -54,20 +59,30 @@ def main() -> None:
         walked[:] = replay(drafter, target.embedding, target.head, requests, k)
 
     times = []
-    for _ in range(REPEATS + 1):
-        times.append((seconds(reference), seconds(features), seconds(ours)))
-        assert walked == [answer.accepted for answer in decoded], "replay is not the decoder's walk"
+    with server(serving(cfg, folder, [k]), "bench-replay.log") as vllm:
+
+        def served() -> None:
+            complete(vllm.url, [as_request(row) for row in rows], len(rows))
+
+        for _ in range(REPEATS + 1):
+            times.append([seconds(work) for work in (reference, served, features, ours)])
+            accepted = [answer.accepted for answer in decoded]
+            assert walked == accepted, "replay is not the decoder's walk"
     times = times[1:]  # the first one warms up
-    whole = statistics.median(slow / (make + fast) for slow, make, fast in times)
+    ratios = {
+        "vllm": [v / fast for _, v, _, fast in times],
+        "with_features": [slow / (make + fast) for slow, _, make, fast in times],
+        "vllm_with_features": [v / (make + fast) for _, v, make, fast in times],
+    }
     detail = {
         "requests": len(rows),
         "tokens": sum(len(answer.output_ids) for answer in decoded),
         "rounds": sum(map(len, walked)),
         "k": k,
-        "ratio_with_features": round(whole, 3),
+        **{f"ratio_{name}": round(statistics.median(r), 3) for name, r in ratios.items()},
         "seconds": [[round(second, 3) for second in time] for time in times],
     }
-    report("replay", [slow / fast for slow, _, fast in times], "s decode / s replay", detail)
+    report("replay", [slow / fast for slow, _, _, fast in times], "s decode / s replay", detail)
 
 
 if __name__ == "__main__":

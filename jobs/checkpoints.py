@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from jobs.config import Config
-from store.files import commit, sweep
+from store.files import commit, read_json, sweep
 
 KEEP = 2
 RESULT = "result.json"
@@ -28,7 +28,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     Ray Train keeps the metrics of a report without a checkpoint only if it polls between the
     report and the end of the worker (2.60).
     """
-    return json.loads((folder / RESULT).read_bytes())
+    return read_json(folder / RESULT)
 
 
 def states_folder(cfg: Config, name: str) -> Path:

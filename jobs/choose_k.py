@@ -28,31 +28,32 @@ class Cost:
     cost: float
 
 
-def measure_cost(
-    plain_url: str, drafted_url: str, requests: Sequence[Request], k: int, max_tokens: int = 64
+def measure_costs(
+    plain_url: str, drafted_urls: dict[int, str], requests: Sequence[Request], max_tokens: int = 64
 ) -> list[Cost]:
-    """Cost at each batch size, from short answers to the same requests on both servers.
+    """Cost of every K (of the servers in `drafted_urls`) at each batch size, from short answers.
 
     A request's own prefill does not count (vLLM reports the time from the first output token to the
     last), that of others meanwhile does, the same for every K and for none.
     Raises ValueError if no answer has a second token.
     """
     short = [replace(r, max_tokens=min(r.max_tokens, max_tokens)) for r in requests]
-    for url in (plain_url, drafted_url):
+    for url in (plain_url, *drafted_urls.values()):
         complete(url, short[:1], 1)
     found = []
     for batch in BATCHES:
         asked = short[: WAVES * batch]
-        plain, drafted = (complete(url, asked, batch) for url in (plain_url, drafted_url))
-        steps = sum(len(answer.output_ids) - 1 for answer in plain)
-        rounds = sum(answer.spec["num_spec_steps"] for answer in drafted if answer.spec)
-        if not steps or not rounds:
-            raise ValueError(
-                "the held-out answers have one token each, so there is no round to time: "
-                "set serve.k, or hold out longer conversations"
-            )
-        cost = (_decoding(drafted) / rounds) / (_decoding(plain) / steps)
-        found.append(Cost(k=k, batch=batch, cost=cost))
+        plain = complete(plain_url, asked, batch)
+        step = _decoding(plain) / max(1, sum(len(answer.output_ids) - 1 for answer in plain))
+        for k, url in drafted_urls.items():
+            drafted = complete(url, asked, batch)
+            rounds = sum(answer.spec["num_spec_steps"] for answer in drafted if answer.spec)
+            if not step or not rounds:
+                raise ValueError(
+                    "the held-out answers have one token each, so there is no round to time: "
+                    "set serve.k, or hold out longer conversations"
+                )
+            found.append(Cost(k=k, batch=batch, cost=_decoding(drafted) / rounds / step))
     return found
 
 

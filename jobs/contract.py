@@ -24,6 +24,7 @@ from jobs.doctor import Check
 from jobs.shape import end_tokens, taken_tokens, target_taps
 from jobs.verify import dtype_name
 from serving.checks import check_drafter
+from store.files import read_json
 from store.traffic import read_traffic
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -145,7 +146,7 @@ def target(subject: Subject) -> Iterator[Check]:
         fix = "serve the target that was harvested, or ingest, harvest and train for this one"
         yield Check("target", f"{identity} is to be served, traffic/ is of {seen}", "fail", fix)
     path = cfg.path("evaluations", f"{subject.folder.name}.json")
-    evaluation = json.loads(path.read_bytes()) if path.is_file() else {}
+    evaluation = read_json(path, ["weights_sha256", "target_id"]) if path.is_file() else {}
     if evaluation.get("weights_sha256") != weights_sha256(subject.folder):
         fix = f"run `flywheel evaluate {subject.folder}`"
         yield Check(

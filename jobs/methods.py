@@ -41,6 +41,7 @@ from serving.acceptance import DECODE_STEPS, decode_steps
 from serving.client import Completion, Request, Speed, complete
 from serving.greedy import greedy_check
 from serving.server import Server, drafts_per_round
+from store.files import read_json
 from store.ids import short_hash
 
 Row = dict[str, Any]
@@ -89,7 +90,7 @@ def run(cfg: Config) -> dict[str, Any]:
         )
     path = result_path(cfg, methods, rows)
     if path.is_file():
-        return json.loads(path.read_text()) | {"reused": True}
+        return read_json(path, ["stage"]) | {"reused": True}
     result = {
         "stage": "methods",
         "target_id": target_id(cfg.target_path),
@@ -180,7 +181,7 @@ def compare(cfg: Config, methods: Sequence[Method], rows: list[Row], parts: Path
         for method in methods:
             part = parts / f"{method.name}.json"
             if part.is_file():
-                kept = json.loads(part.read_text())
+                kept = read_json(part, ["row", "speeds"])
                 row, of_method = kept["row"], [Speed(**one) for one in kept["speeds"]]
             else:
                 console.print(f"{method.name}: {method.missing or 'serving'}")

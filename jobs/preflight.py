@@ -7,7 +7,6 @@ named. Kept in <work>/preflight; exits 1 if a check fails.
 """
 
 import hashlib
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from jobs.evaluate import find_drafter, save_json
 from jobs.report import publish
 from jobs.trial import trial
 from jobs.verify import dtype_name
+from store.files import read_json
 from store.ids import short_hash
 
 SHOWN_TIES = 10
@@ -36,7 +36,7 @@ def run(cfg: Config) -> dict[str, Any]:
     folder = find_drafter(cfg, cfg.preflight.drafter)
     path = result_path(cfg, folder)
     if passed(cfg, folder):
-        return json.loads(path.read_bytes()) | {"reused": True}
+        return read_json(path, ["ok"]) | {"reused": True}
     checks, measured = contract(cfg, folder), {}
     if any(check.status == "fail" for check in checks):
         checks.append(Check("engine", "not started", "skip", "mend the folder first"))
@@ -80,7 +80,7 @@ def result_path(cfg: Config, folder: Path) -> Path:
 def passed(cfg: Config, folder: Path) -> bool:
     """Whether this drafter has passed under these settings."""
     path = result_path(cfg, folder)
-    return path.is_file() and json.loads(path.read_bytes())["ok"]
+    return path.is_file() and read_json(path, ["ok"])["ok"]
 
 
 def vllm_version() -> str:

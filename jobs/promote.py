@@ -32,6 +32,7 @@ from jobs.registry import (
 )
 from jobs.shape import target_config
 from store import promotions
+from store.files import read_json
 from store.ids import drafter_version
 
 __all__ = ["resolve", "run"]
@@ -75,10 +76,7 @@ def read_candidate(cfg: Config) -> Candidate:
     path = cfg.path("evaluations", f"{folder.name}.json")
     if not path.is_file():
         raise ValueError(f"{folder} was not evaluated: run `flywheel evaluate {folder}`")
-    try:
-        evaluation = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: not an evaluation ({error}); evaluate again") from error
+    evaluation = read_json(path, ["weights_sha256", "target_id", "tau"])
     if evaluation["weights_sha256"] != sha256:
         raise ValueError(
             f"{folder} has changed since {path} was written (weights {sha256[:12]}, evaluated "

@@ -4,7 +4,6 @@ flywheel serve --config my.yaml serve.drafter=champion serve.capture=runs/my/cap
 python -m jobs.serve serve.port=8001
 """
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console
 from serving.server import SERVED_NAME, Server
+from store.files import read_json
 
 
 def server(cfg: Config, log: str = "serve.log") -> Server:
@@ -62,7 +62,7 @@ def verified_k(cfg: Config, drafter: Path) -> list[int]:
     wanted = {"weights_sha256": weights_sha256(drafter), "target_id": target_id(cfg.target_path)}
     files = sorted(cfg.path("verified").glob("[!.]*.json"), key=lambda file: file.stat().st_mtime)
     for file in reversed(files):
-        found = json.loads(file.read_text())
+        found = read_json(file, ["weights_sha256", "target_id", "k_by_batch_size"])
         if wanted.items() <= found.items():
             return found["k_by_batch_size"]
     return []

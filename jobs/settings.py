@@ -193,7 +193,12 @@ def _absolute(value: Any, item: dataclasses.Field) -> Any:
         return value
     if isinstance(value, list):
         return [_absolute(part, item) for part in value]
-    return value if "://" in value else str(Path(value).expanduser().absolute())
+    if "://" in value:
+        return value
+    try:
+        return str(Path(value).expanduser().absolute())
+    except RuntimeError as error:  # ~name of somebody this machine does not know
+        raise ValueError(f"{item.name} = {value!r}: {error}") from error
 
 
 def _read_text(text: str, kind: Any) -> Any:

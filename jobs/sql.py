@@ -5,6 +5,7 @@ One question over the work folder, answered by DuckDB. Views `acceptance`, `traf
 manifests publish, writes nothing.
 """
 
+import glob
 from datetime import date, datetime
 from itertools import takewhile
 from pathlib import Path
@@ -59,7 +60,10 @@ def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
     """The result of `query` over the work folder. Raises ValueError starting with `name`."""
     with connect(cfg) as connection:
         try:
-            return connection.sql(query).to_arrow_table()
+            found = connection.sql(query)
+            if found is None:
+                raise ValueError(f"{name}: no statement in it returns rows; end with a SELECT")
+            return found.to_arrow_table()
         except duckdb.Error as error:
             raise ValueError(f"{name}: {error}") from error
 
@@ -68,7 +72,7 @@ def connect(cfg: Config) -> duckdb.DuckDBPyConnection:
     """An in-memory DuckDB with the views and macros over the published files of the work folder."""
     connection = duckdb.connect()
     for view, (folder, schema) in DATASETS.items():
-        paths = [str(path) for path in shard_paths(cfg.path(folder))]
+        paths = [glob.escape(str(path)) for path in shard_paths(cfg.path(folder))]
         if paths:
             connection.read_parquet(paths, hive_partitioning=False, union_by_name=True).create_view(
                 view

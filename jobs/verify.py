@@ -6,7 +6,6 @@ drafter; choose K from measured cost and acceptance; measure the speed-up. Resul
 <work>/verified.
 """
 
-import json
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ import pyarrow.compute as pc
 from dflash.acceptance import num_rounds, positions, tau
 from dflash.checkpoint import read_config, weights_sha256
 from dflash.target import resolve_dtype, target_id
-from jobs.choose_k import BATCHES, Cost, choose, measure_cost, predicted
+from jobs.choose_k import BATCHES, Cost, choose, measure_costs, predicted
 from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console, print_table
@@ -33,6 +32,7 @@ from serving.acceptance import served_row
 from serving.client import Completion, Request, Speed, compare_speed, complete
 from serving.greedy import greedy_check
 from serving.server import Server
+from store.files import read_json
 from store.ids import drafter_version, short_hash
 from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
@@ -58,7 +58,7 @@ def run(cfg: Config) -> dict[str, Any]:
     key = short_hash([weights_sha256(folder), [r["sample_id"] for r in rows], settings])
     path = cfg.path("verified", f"{key}.json")
     if path.is_file():
-        return published(cfg, json.loads(path.read_text())) | {"reused": True}
+        return published(cfg, read_json(path, ["weights_sha256", "speedup"])) | {"reused": True}
     result = {
         "stage": "verify",
         "version": str(version),
@@ -254,7 +254,7 @@ def probe(cfg: Config, plain: Server, probes: list[Server], narrow: list[Request
     """Costs of a round at the K of the probes; none if serve.k leaves nothing to choose."""
     if cfg.serve.k:
         return []
-    return [cost for p in probes for cost in measure_cost(plain.url, p.url, narrow, p.k[0])]
+    return measure_costs(plain.url, {p.k[0]: p.url for p in probes}, narrow)
 
 
 def commit_served(

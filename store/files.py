@@ -5,12 +5,13 @@ a dead writer's leftovers from a file that is being written right now.
 """
 
 import fcntl
+import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 SUFFIX = ".tmp"
 
@@ -66,6 +67,23 @@ def commit(
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
+
+
+def read_json(path: Path, keys: Collection[str] = ()) -> dict[str, Any]:
+    """The JSON object in a file that a stage wrote, with at least `keys`.
+
+    Raises ValueError with the path and what to do if it is anything else.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError(f"expected an object, found {type(value).__name__}")
+        missing = sorted(set(keys) - set(value))
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it and run its stage") from error
+    return value
 
 
 def sweep(folder: Path) -> int:

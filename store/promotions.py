@@ -34,10 +34,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """All decisions, the oldest first; empty if there are none. ValueError names a bad file."""
     records = []
     for path in sorted(folder.glob("[0-9]*.json")):
-        try:
-            records.append(json.loads(path.read_bytes()))
-        except ValueError as error:
-            raise ValueError(f"{path}: not a promotion record ({error})") from error
+        records.append(files.read_json(path, ["number", "decided_at"]))
     return records
 
 

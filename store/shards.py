@@ -150,10 +150,7 @@ def write_manifest(
 
 
 def _load_manifest(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not a manifest ({error}); remove it and run again") from error
+    return files.read_json(path, ["key", "rows", "files", "inputs", "replaces"])
 
 
 def read_manifest(folder: Path, key: str) -> dict[str, Any] | None:

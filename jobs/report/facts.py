@@ -4,7 +4,6 @@ Values come from the questions in sql/, which treat replayed, decoded and served
 intervals from jobs/intervals.py over the same rows; slices and the comparison from the evaluation.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import pyarrow.compute as pc
 from jobs import sql
 from jobs.config import Config
 from jobs.intervals import Resamples
+from store.files import read_json
 from store.ids import drafter_version
 from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
@@ -137,7 +137,7 @@ def evaluated(cfg: Config, weights_sha256: str) -> bool:
 
 def newest_evaluated(cfg: Config) -> str:
     """The sha256 of the drafter evaluated last. Raises ValueError if there is none."""
-    found = _read_all(cfg.path("evaluations"))
+    found = _read_all(cfg.path("evaluations"), "weights_sha256")
     if not found:
         raise ValueError(f"nothing in {cfg.path('evaluations')}: run `flywheel evaluate` first")
     return found[-1]["weights_sha256"]
@@ -164,22 +164,17 @@ def _evaluation(cfg: Config, weights_sha256: str) -> Row:
 
 
 def _newest(folder: Path, weights_sha256: str) -> Row | None:
-    found = [r for r in _read_all(folder) if r["weights_sha256"] == weights_sha256]
+    found = _read_all(folder, "weights_sha256")
+    found = [result for result in found if result["weights_sha256"] == weights_sha256]
     return found[-1] if found else None
 
 
 def _newest_methods(cfg: Config, target: str) -> Row | None:
-    found = [r for r in _read_all(cfg.path("methods")) if r["target_id"] == target]
+    found = [r for r in _read_all(cfg.path("methods"), "target_id") if r["target_id"] == target]
     return found[-1] if found else None
 
 
-def _read_all(folder: Path) -> list[Row]:
-    """The JSON files of a folder, oldest first."""
+def _read_all(folder: Path, key: str) -> list[Row]:
+    """The results in a folder, oldest first, each with at least `key`."""
     paths = sorted(folder.glob("[!.]*.json"), key=lambda path: path.stat().st_mtime)
-    found = []
-    for path in paths:
-        try:
-            found.append(json.loads(path.read_text()))
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}): remove it and run its stage") from error
-    return found
+    return [read_json(path, [key]) for path in paths]

@@ -47,6 +47,7 @@ def test_every_setting_has_a_meaning():
         (["train.steps=true"], "train.steps = True: expected integer >= 0"),
         (["train.lr=fast"], "train.lr = 'fast': expected number >= 0"),
         (["train.lr=nan"], "train.lr = nan: expected number >= 0"),
+        (["serve.capture=~nobody-of-that-name/x"], "capture = '~nobody-of-that-name/x': "),
         (["serve.eager=1"], "serve.eager = 1: expected true or false"),
         (["train.batch_size=0"], "train.batch_size = 0: expected integer >= 1"),
         (["train.optimizer=mun"], "expected muon | adamw; did you mean 'muon'?"),

@@ -267,7 +267,7 @@ def test_user_errors_are_one_message(cfg, capsys):
     path = evaluate(cfg, folder)
     path.write_text(path.read_text()[:30])
     assert cli.main(["promote", str(folder), f"work={cfg.work}"]) == 2
-    assert "not an evaluation" in capsys.readouterr().err
+    assert "is damaged" in capsys.readouterr().err
     evaluate(cfg, folder)
     make_drafter(cfg, "one", 2)
     assert cli.main(["promote", str(folder), f"work={cfg.work}"]) == 2

@@ -161,6 +161,16 @@ def test_wrong_questions_are_one_message(cfg, tmp_path, capsys):
     own.write_text("selec 1")
     assert cli.main(["sql", str(own), f"work={cfg.work}"]) == 2
     assert "mine.sql: Parser Error" in capsys.readouterr().err
+    own.write_text("-- nothing yet")
+    assert cli.main(["sql", str(own), f"work={cfg.work}"]) == 2
+    assert "mine.sql: no statement" in capsys.readouterr().err
+
+
+def test_a_work_folder_with_a_star_reads_its_own_rows_only(tmp_path):
+    for name in ("a*", "ab"):
+        publish(load(None, [f"work={tmp_path / name}"]), "a", rows("d1", 10))
+    found = ask(load(None, [f"work={tmp_path / 'a*'}"]), "tau_by_domain_and_version")
+    assert {row["requests"] for row in found if row["domain"] == "(all)"} == {10}
 
 
 def test_damaged_acceptance_file_is_named(cfg, capsys):

@@ -122,9 +122,10 @@ def test_missing_damaged_and_foreign_files_are_named(tmp_path):
 
 def test_broken_manifest_is_named(tmp_path):
     publish(tmp_path, "good", rejects(1))
-    (tmp_path / "manifests" / "good.json").write_text('{"key":')
-    with pytest.raises(ValueError, match=r"good\.json: not a manifest"):
-        read_manifests(tmp_path)
+    for text, why in (('{"key":', "Expecting"), ("{}", "it lacks files"), ("null", "an object")):
+        (tmp_path / "manifests" / "good.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"good\.json is damaged \(.*{why}"):
+            read_manifests(tmp_path)
 
 
 def test_second_writer_of_a_manifest_gets_the_first(tmp_path):
