@@ -333,7 +333,7 @@ class Verify:
     domain: str = setting(
         "", "domain whose held-out prompts the speed is measured on; empty: the largest"
     )
-    requests: int = setting(8, "prompts per speed pass at concurrency 8; a third at 1", minimum=2)
+    requests: int = setting(8, "prompts per speed pass at concurrency 8; a quarter at 1", minimum=2)
     repeats: int = setting(3, "interleaved passes per side and concurrency", minimum=1)
     concurrency: int = setting(16, "requests in flight while acceptance is counted", minimum=1)
     reference_requests: int = setting(3, "prompts for the reference decoder", minimum=1)
