@@ -21,6 +21,7 @@ from jobs.cli import run_as_module
 from jobs.cluster import cluster
 from jobs.config import Config
 from jobs.console import print_table
+from jobs.serve import served_dtype
 from jobs.shape import target_taps
 from store.features import cache_key, encode
 from store.ids import short_hash
@@ -160,19 +161,25 @@ class Harvester:
         if self.head is None:
             from dflash.target import load_borrowed
 
-            dtype = resolve_dtype(self.cfg.target.dtype)
-            self.head = load_borrowed(self.cfg.target_path, dtype)[1]
+            self.head = load_borrowed(self.cfg.target_path, backend_dtype(self.cfg))[1]
         return self.head
 
 
 def make_backend(cfg: Config) -> Backend:
     """The engine that `harvest.backend` names, loaded."""
-    dtype = resolve_dtype(cfg.target.dtype)
+    dtype = backend_dtype(cfg)
     if cfg.harvest.backend == "vllm":
         from serving.extract import Extractor
 
         return Extractor(cfg.target_path, target_taps(cfg), dtype)
     return load_target(cfg.target_path, dtype)
+
+
+def backend_dtype(cfg: Config) -> torch.dtype:
+    """What the backend computes in: Transformers on the CPU, vLLM where it serves."""
+    if cfg.harvest.backend == "vllm":
+        return served_dtype(cfg)
+    return resolve_dtype(cfg.target.dtype)
 
 
 def feature_row(row: Row, features: Features, head: Tensor, top_k: int = 0) -> Row:

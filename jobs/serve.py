@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dflash.checkpoint import weights_sha256
 from dflash.target import resolve_dtype, target_id
 from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console
-from serving.server import SERVED_NAME, Server
+from serving.server import SERVED_NAME, Server, vllm_runs_on_cpu
 from store.files import read_json
 
 
@@ -28,7 +30,7 @@ def server(cfg: Config, log: str = "serve.log") -> Server:
         k=tuple(k),
         host=serve.host,
         port=serve.port,
-        dtype=str(resolve_dtype(cfg.target.dtype)).removeprefix("torch."),
+        dtype=str(served_dtype(cfg)).removeprefix("torch."),
         max_model_len=serve.max_model_len,
         max_num_seqs=serve.max_num_seqs,
         kv_cache_gib=serve.kv_cache_gib,
@@ -39,6 +41,14 @@ def server(cfg: Config, log: str = "serve.log") -> Server:
         log=cfg.path("logs", log),
         args=tuple(serve.args),
     )
+
+
+def served_dtype(cfg: Config) -> torch.dtype:
+    """What the installed vLLM computes in, target.dtype=auto resolved for its device.
+
+    Raises ValueError if vLLM is not installed.
+    """
+    return resolve_dtype(cfg.target.dtype, "cpu" if vllm_runs_on_cpu() else "cuda")
 
 
 def run(cfg: Config) -> dict[str, Any]:

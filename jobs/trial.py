@@ -29,12 +29,12 @@ from dflash.hypotheses import AS_CONFIGURED, Hypothesis, hypotheses
 from dflash.model import Drafter
 from dflash.replay import Request as Recorded
 from dflash.replay import replay
-from dflash.target import Target, load_target, resolve_dtype
+from dflash.target import Target, load_target
 from jobs.config import Config
 from jobs.doctor import Check
 from jobs.endings import Endings, ask_endings, check_template
 from jobs.samples import load_requests
-from jobs.serve import server
+from jobs.serve import served_dtype, server
 from jobs.shape import target_config
 from jobs.verify import TIE_BOUND, as_request, dtype_name, table
 from serving.acceptance import rounds
@@ -133,7 +133,7 @@ def prepare(cfg: Config, folder: Path) -> Ours:
             f"no greedy {cfg.evaluate.split} sample in {cfg.path('traffic')}: ingest more "
             "conversations or set evaluate.split"
         )
-    dtype = resolve_dtype(cfg.target.dtype)
+    dtype = served_dtype(cfg)
     target, drafter = load_target(cfg.target_path, dtype), load_drafter(folder, dtype)
     return Ours(
         target=target,

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from dflash.acceptance import num_rounds, positions, tau
 from dflash.checkpoint import read_config, weights_sha256
-from dflash.target import resolve_dtype, target_id
+from dflash.target import target_id
 from jobs.choose_k import BATCHES, Cost, choose, measure_costs, predicted
 from jobs.cli import run_as_module
 from jobs.config import Config
@@ -26,7 +26,7 @@ from jobs.reference import check_reference
 from jobs.registry import resolve
 from jobs.report import publish
 from jobs.samples import load_requests
-from jobs.serve import server
+from jobs.serve import served_dtype, server
 from jobs.slices import taus_by_slice
 from serving.acceptance import served_row
 from serving.client import Completion, Request, Speed, compare_speed, complete
@@ -172,8 +172,8 @@ def serving(cfg: Config, drafter: Path | str, k: list[int]) -> Config:
 
 
 def dtype_name(cfg: Config) -> str:
-    """The compute dtype's name, `auto` resolved."""
-    return str(resolve_dtype(cfg.target.dtype)).removeprefix("torch.")
+    """The name of the dtype that vLLM computes in."""
+    return str(served_dtype(cfg)).removeprefix("torch.")
 
 
 def as_request(row: Row) -> Request:

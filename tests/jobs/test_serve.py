@@ -1,0 +1,51 @@
+"""What a server gets from the configuration, without starting one."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from dflash.checkpoint import weights_sha256
+from dflash.target import target_id
+from jobs import serve
+from jobs.config import load
+from tests.tiny import make_target
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    make_target(tmp_path / "target")
+    return load(None, [f"work={tmp_path}"])
+
+
+def test_auto_is_resolved_for_the_device_that_serves(cfg, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr("dflash.target._amx", lambda: False)
+    for on_cpu, expected in ((True, torch.float32), (False, torch.bfloat16)):
+        monkeypatch.setattr(serve, "vllm_runs_on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        assert serve.served_dtype(cfg) == expected
+        named = cfg.override("target", dtype="float16")
+        assert serve.served_dtype(named) == torch.float16
+
+
+def verified(cfg, name, age, **changes):
+    found = {"weights_sha256": weights_sha256(cfg.target_path), "k_by_batch_size": [7, 3]}
+    path = cfg.path("verified", f"{name}.json")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(found | {"target_id": target_id(cfg.target_path)} | changes))
+    os.utime(path, (1e9 - age, 1e9 - age))
+    return path
+
+
+def test_k_is_what_the_latest_verify_of_these_weights_chose(cfg):
+    folder = cfg.target_path  # any folder of weights
+    assert serve.verified_k(cfg, folder) == []
+    verified(cfg, "a", 30)
+    verified(cfg, "b", 20, k_by_batch_size=[5])
+    verified(cfg, "c", 10, weights_sha256="other", k_by_batch_size=[1])
+    assert serve.verified_k(cfg, folder) == [5]
+    path = verified(cfg, "d", 0)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"d\.json is damaged \(it lacks k_by_batch_size"):
+        serve.verified_k(cfg, folder)
