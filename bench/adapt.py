@@ -29,7 +29,7 @@ from store.ids import split_of
 
 OLD, NEW = ("tickets", "general", "reviews"), "sql"
 PROMPTS = {"tickets": 160, "general": 85, "reviews": 200, NEW: 2600}
-SIZES = {10_000: 60, 30_000: 120, 100_000: 240}
+SIZES = {10_000: 60, 30_000: 100, 100_000: 200}
 """Answer tokens of the new domain -> training steps."""
 MIX = 0.3
 FULL = ["train.lr=1e-2"]
@@ -37,6 +37,7 @@ LORA = ["train.lora_rank=16", "train.optimizer=adamw", "train.lr=5e-3"]
 RECIPES = {
     "all weights, no mix": FULL,
     "all weights, mix": [*FULL, f"train.mix={MIX}"],
+    "LoRA, no mix": LORA,
     "LoRA, mix": [*LORA, f"train.mix={MIX}"],
 }
 
