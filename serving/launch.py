@@ -36,7 +36,7 @@ def _fork_engine() -> None:
     import torch
     from vllm.v1.engine import utils
 
-    assert callable(utils.get_mp_context)
+    assert callable(utils.get_mp_context), "vLLM starts its engine by other means"
     torch.set_num_threads(1)
     utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
