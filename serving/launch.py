@@ -21,7 +21,7 @@ def main() -> None:
     from vllm.entrypoints.launchers.api_server.entry import main as serve
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
+    if current_platform.is_cpu() and sys.platform == "linux":  # frameworks of macOS hate a fork
         _fork_engine()
     serve()
 
