@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 GRACE_SECONDS = 5.0  # vLLM stops its processes in about one
 
@@ -36,9 +37,10 @@ def _fork_engine() -> None:
     import torch
     from vllm.v1.engine import utils
 
-    assert callable(utils.get_mp_context), "vLLM starts its engine by other means"
+    engine: Any = utils
+    assert callable(engine.get_mp_context), "vLLM starts its engine by other means"
     torch.set_num_threads(1)
-    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    engine.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def _end_with_parent() -> None:
