@@ -1,9 +1,9 @@
-"""make bench-adapt: a drafter of three domains adapts to a fourth, with 10k, 30k, 100k tokens.
+"""make bench-adapt: a drafter of three domains adapts to a fourth, with 10k and 40k tokens.
 
 All weights and LoRA, with and without a replay mix of the old domains; scored by replay on the same
 held-out conversations of every domain. An hour on two cores; what is done already is kept, so
 it continues after Ctrl-C. Ends with <work>/adapt.json, <work>/adapt.svg and one JSON line, `ratio`
-being tau on the new domain after 100k tokens over tau of the base, the best of those that keep the
+being tau on the new domain after 40k tokens over tau of the base, the best of those that keep the
 old domains within 1 %.
 """
 
@@ -28,8 +28,8 @@ from store.files import commit
 from store.ids import split_of
 
 OLD, NEW = ("tickets", "general", "reviews"), "sql"
-PROMPTS = {"tickets": 160, "general": 85, "reviews": 200, NEW: 2600}
-SIZES = {10_000: 60, 30_000: 100, 100_000: 200}
+PROMPTS = {"tickets": 160, "general": 85, "reviews": 200, NEW: 1118}
+SIZES = {10_000: 60, 40_000: 160}
 """Answer tokens of the new domain -> training steps."""
 MIX = 0.3
 FULL = ["train.lr=1e-2"]
