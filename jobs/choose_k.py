@@ -1,14 +1,17 @@
-"""How many tokens to draft at each batch size: measured cost of a round, replayed acceptance.
+"""How many tokens to draft at each batch size: measured time of a round, replayed acceptance.
 
-Speed-up(K, b) = tau(K) / cost(K, b), where cost is the time of one round while b requests decode,
-in units of one plain decoding step at the same b. A round of K drafts computes b * (K + 1) rows, so
-its cost is taken as linear in K and in b between the four corners that are measured. No K outside
-them is considered: the drafter's own pass costs the same for any K, so a line drawn on from two
-larger K promises one draft for nothing.
+Speed-up(K, b) = tau(K) * step(b) / round(K, b): while b requests decode, the time of one plain
+decoding step over that of one round with K drafts. A round computes b * (K + 1) rows of the target
+and of the drafter, so its time is taken as a line in that number, through all measured K and batch
+sizes: one slow pass then moves all K together, and hardly changes which of them is best. No K outside
+the measured ones is considered: the drafter's own pass costs the same for any K, so a line drawn on
+promises one draft for nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from serving.client import Completion, Request, complete
 
@@ -21,44 +24,43 @@ finishes early leave a smaller batch behind, which traffic would fill."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Time of one round with K drafts while `batch` requests decode, in plain decoding steps."""
+    """Seconds of one round with k drafts while `batch` requests decode; k = 0: of a plain step."""
 
     k: int
     batch: int
-    cost: float
+    seconds: float
 
 
 def measure_costs(
     plain_url: str, drafted_urls: dict[int, str], requests: Sequence[Request], max_tokens: int = 64
 ) -> list[Cost]:
-    """Cost of every K (of the servers in `drafted_urls`) at each batch size, from short answers.
+    """Without drafts and with every K (of the servers in `drafted_urls`), at each batch size.
 
-    A request's own prefill does not count (vLLM reports the time from the first output token to the
-    last), that of others meanwhile does, the same for every K and for none.
-    Raises ValueError if no answer has a second token.
+    From short answers to the same requests. A request's own prefill does not count (vLLM reports
+    the time from the first output token to the last), that of others meanwhile does, the same for
+    every K and for none. Raises ValueError if no answer has a second token.
     """
     short = [replace(r, max_tokens=min(r.max_tokens, max_tokens)) for r in requests]
-    for url in (plain_url, *drafted_urls.values()):
+    urls = {0: plain_url, **drafted_urls}
+    for url in urls.values():
         complete(url, short[:1], 1)
     found = []
     for batch in BATCHES:
-        asked = short[: WAVES * batch]
-        plain = complete(plain_url, asked, batch)
-        step = _decoding(plain) / max(1, sum(len(answer.output_ids) - 1 for answer in plain))
-        for k, url in drafted_urls.items():
-            drafted = complete(url, asked, batch)
-            rounds = sum(answer.spec["num_spec_steps"] for answer in drafted if answer.spec)
-            if not step or not rounds:
+        for k, url in urls.items():
+            answers = complete(url, short[: WAVES * batch], batch)
+            rounds = sum(_num_rounds(answer) for answer in answers)
+            if not rounds:
                 raise ValueError(
                     "the held-out answers have one token each, so there is no round to time: "
                     "set serve.k, or hold out longer conversations"
                 )
-            found.append(Cost(k=k, batch=batch, cost=_decoding(drafted) / rounds / step))
+            decoding = sum(answer.decode_seconds or 0.0 for answer in answers)
+            found.append(Cost(k=k, batch=batch, seconds=decoding / rounds))
     return found
 
 
-def _decoding(answers: Sequence[Completion]) -> float:
-    return sum(answer.decode_seconds or 0.0 for answer in answers)
+def _num_rounds(answer: Completion) -> int:
+    return answer.spec["num_spec_steps"] if answer.spec else len(answer.output_ids) - 1
 
 
 def choose(taus: dict[int, float], costs: Sequence[Cost]) -> tuple[int, ...]:
@@ -76,26 +78,23 @@ def choose(taus: dict[int, float], costs: Sequence[Cost]) -> tuple[int, ...]:
 
 
 def predicted(taus: dict[int, float], costs: Sequence[Cost], batch: int) -> dict[int, float]:
-    """Predicted speed-up of every K between the measured ones.
+    """Predicted speed-up of every K from the smallest to the largest measured one.
 
-    taus {3: 2.0} with a cost of 1.25 at K 3 -> {3: 1.6}.
+    taus {3: 2.0}, 50 ms for a step and 80 ms for a round at K 3 -> {3: 1.25}.
     """
-    low, high = min(c.k for c in costs), max(c.k for c in costs)
-    return {k: tau / _cost(k, batch, costs) for k, tau in taus.items() if low <= k <= high}
-
-
-def _cost(k: int, batch: int, costs: Sequence[Cost]) -> float:
-    """Linear in K at each measured batch size, then linear between these."""
-    at = {
-        size: _line(k, {c.k: c.cost for c in costs if c.batch == size})
-        for size in {c.batch for c in costs}
+    measured = [cost.k for cost in costs if cost.k]
+    step = _line([cost for cost in costs if not cost.k])(batch)
+    time = _line([cost for cost in costs if cost.k])
+    return {
+        k: float(tau * step / max(step, time(batch * (k + 1))))  # a round verifies what a step computes
+        for k, tau in taus.items()
+        if min(measured) <= k <= max(measured)
     }
-    return max(1.0, _line(batch, at))  # a round verifies at least what a plain step computes
 
 
-def _line(x: float, points: dict[int, float]) -> float:
-    """The value at x of the line through the outer two of `points`; of a single one, itself."""
-    low, high = min(points), max(points)
-    if low == high:
-        return points[low]
-    return points[low] + (points[high] - points[low]) * (x - low) / (high - low)
+def _line(costs: Sequence[Cost]) -> np.poly1d:
+    """Seconds by number of rows: the least squares of relative errors."""
+    rows = [cost.batch * (cost.k + 1) for cost in costs]
+    seconds = [cost.seconds for cost in costs]
+    degree = min(1, len(set(rows)) - 1)
+    return np.poly1d(np.polyfit(rows, seconds, degree, w=1 / np.array(seconds)))

@@ -159,7 +159,7 @@ VERIFIED = {
     "k_by_batch_size": [SERVED_K, SERVED_K, 3],
     "k_by_slice": {"domain tickets": [5]},
     "predicted": {"1": {"3": 1.5, "4": 1.7}, "8": {"3": 1.2, "4": 1.1}},
-    "costs": [{"k": 4, "batch": 1, "cost": 1.5}],
+    "costs": [{"k": 4, "batch": 1, "seconds": 0.06}],
     "speed_domain": "tickets",
     "speedup": {"1": 1.625, "8": 1.125},
     "speeds": [{"concurrency": 1, "ratio": 1.625, "ratios": [1.5, 1.75]}],
