@@ -3,9 +3,9 @@
 Speed-up(K, b) = tau(K) * step(b) / round(K, b): while b requests decode, the time of one plain
 decoding step over that of one round with K drafts. A round computes b * (K + 1) rows of the target
 and of the drafter, so its time is taken as a line in that number, through all measured K and batch
-sizes: one slow pass then moves all K together, and hardly changes which of them is best. No K outside
-the measured ones is considered: the drafter's own pass costs the same for any K, so a line drawn on
-promises one draft for nothing.
+sizes: one slow pass then moves all K together, and hardly changes which of them is best. No K
+outside the measured ones is considered: the drafter's own pass costs the same for any K, so a line
+drawn on promises one draft for nothing.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,8 @@ def predicted(taus: dict[int, float], costs: Sequence[Cost], batch: int) -> dict
     step = _line([cost for cost in costs if not cost.k])(batch)
     time = _line([cost for cost in costs if cost.k])
     return {
-        k: float(tau * step / max(step, time(batch * (k + 1))))  # a round verifies what a step computes
+        # A round verifies at least what a plain step computes.
+        k: float(tau * step / max(step, time(batch * (k + 1))))
         for k, tau in taus.items()
         if min(measured) <= k <= max(measured)
     }
