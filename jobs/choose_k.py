@@ -15,6 +15,8 @@ import numpy as np
 
 from serving.client import Completion, Request, complete
 
+CHOICE = "line by rows"
+"""The rule of this module, a part of what identifies a result: another rule measures again."""
 BATCHES = (1, 8)
 """Batch sizes at which a round is timed."""
 WAVES = 2
@@ -49,12 +51,12 @@ def measure_costs(
         for k, url in urls.items():
             answers = complete(url, short[: WAVES * batch], batch)
             rounds = sum(_num_rounds(answer) for answer in answers)
-            if not rounds:
-                raise ValueError(
-                    "the held-out answers have one token each, so there is no round to time: "
-                    "set serve.k, or hold out longer conversations"
-                )
             decoding = sum(answer.decode_seconds or 0.0 for answer in answers)
+            if not rounds or not decoding:
+                raise ValueError(
+                    "no round to time: the held-out answers have one token each, or vLLM does not "
+                    "report generation_time_ms; set serve.k, or hold out longer conversations"
+                )
             found.append(Cost(k=k, batch=batch, seconds=decoding / rounds))
     return found
 

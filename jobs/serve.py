@@ -72,8 +72,8 @@ def verified_k(cfg: Config, drafter: Path) -> list[int]:
     wanted = {"weights_sha256": weights_sha256(drafter), "target_id": target_id(cfg.target_path)}
     files = sorted(cfg.path("verified").glob("[!.]*.json"), key=lambda file: file.stat().st_mtime)
     for file in reversed(files):
-        found = read_json(file, ["weights_sha256", "target_id", "k_by_batch_size"])
-        if wanted.items() <= found.items():
+        found = read_json(file, ["weights_sha256", "target_id"])
+        if wanted.items() <= found.items() and "k_by_batch_size" in found:
             return found["k_by_batch_size"]
     return []
 

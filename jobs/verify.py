@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from dflash.acceptance import num_rounds, positions, tau
 from dflash.checkpoint import read_config, weights_sha256
 from dflash.target import target_id
-from jobs.choose_k import BATCHES, Cost, choose, measure_costs, predicted
+from jobs.choose_k import BATCHES, CHOICE, Cost, choose, measure_costs, predicted
 from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console, print_table
@@ -55,6 +55,7 @@ def run(cfg: Config) -> dict[str, Any]:
     version, folder = found
     rows, _ = load_requests(cfg, cfg.evaluate.split)
     settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), target_id(cfg.target_path)]
+    settings += [CHOICE]
     key = short_hash([weights_sha256(folder), [r["sample_id"] for r in rows], settings])
     path = cfg.path("verified", f"{key}.json")
     if path.is_file():
@@ -317,7 +318,7 @@ def show(result: dict[str, Any]) -> None:
     guesses = list(result["predicted"].values())
     if guesses:
         print_table(
-            "Predicted speed-up = replayed tau / measured cost of a round",
+            "Predicted speed-up = replayed tau x plain step / round",
             ["K", *(f"batch size {batch}" for batch in result["predicted"])],
             [[k, *(guess[k] for guess in guesses)] for k in guesses[0]],
         )

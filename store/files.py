@@ -69,10 +69,12 @@ def commit(
             temporary.unlink()
 
 
-def read_json(path: Path, keys: Collection[str] = ()) -> dict[str, Any]:
+def read_json(
+    path: Path, keys: Collection[str] = (), fix: str = "remove it and run its stage"
+) -> dict[str, Any]:
     """The JSON object in a file that a stage wrote, with at least `keys`.
 
-    Raises ValueError with the path and what to do if it is anything else.
+    Raises ValueError with the path and the `fix` if it is anything else.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -82,7 +84,7 @@ def read_json(path: Path, keys: Collection[str] = ()) -> dict[str, Any]:
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it and run its stage") from error
+        raise ValueError(f"{path} is damaged ({error}): {fix}") from error
     return value
 
 

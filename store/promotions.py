@@ -34,7 +34,9 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """All decisions, the oldest first; empty if there are none. ValueError names a bad file."""
     records = []
     for path in sorted(folder.glob("[0-9]*.json")):
-        records.append(files.read_json(path, ["number", "decided_at"]))
+        records.append(
+            files.read_json(path, ["number", "decided_at", "action"], "restore it from a backup")
+        )
     return records
 
 

@@ -159,7 +159,7 @@ def _speed(facts: Facts) -> Picture:
         for batch, ratio in verified["speedup"].items()
     }
     caption = (
-        "Speed against no drafter. Lines: predicted, replayed tau / measured cost of a round. "
+        "Speed against no drafter. Lines: predicted, replayed tau x plain step / round. "
         f"Filled: measured, domain {verified['speed_domain']}."
     )
     return _picture(caption, pictures.speedups(predicted, measured))

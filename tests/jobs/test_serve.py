@@ -47,5 +47,5 @@ def test_k_is_what_the_latest_verify_of_these_weights_chose(cfg):
     assert serve.verified_k(cfg, folder) == [5]
     path = verified(cfg, "d", 0)
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"d\.json is damaged \(it lacks k_by_batch_size"):
+    with pytest.raises(ValueError, match=r"d\.json is damaged \(it lacks target_id"):
         serve.verified_k(cfg, folder)
