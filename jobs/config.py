@@ -127,7 +127,7 @@ class Train:
         "drafter folder to start from, z-lab's or speculators' format; empty: a new one",
         path=True,
     )
-    steps: int = setting(300, "optimizer steps; 0 exports the base as it is", minimum=0)
+    steps: int = setting(260, "optimizer steps; 0 exports the base as it is", minimum=0)
     batch_size: int = setting(4, "samples in a step, over all workers", minimum=1)
     anchors: int = setting(32, "random anchors per sample and step", minimum=1)
     optimizer: Literal["muon", "adamw"] = setting(
@@ -144,7 +144,7 @@ class Train:
         0.0, "factor of a total-variation term (chance of rejection) in the loss", minimum=0
     )
     weights: Literal["decay", "dpace"] = setting(
-        "decay", "weight of the slots of a block: fixed decay, or D-PACE (by expected acceptance)"
+        "dpace", "weight of the slots of a block: fixed decay, or D-PACE (by expected acceptance)"
     )
     gamma: float = setting(
         0.0,
@@ -182,7 +182,7 @@ class Train:
         minimum=0,
     )
     val_samples: int = setting(24, "val requests replayed, at most, of each domain", minimum=1)
-    val_every: int = setting(100, "steps between replay evaluations on the val split", minimum=1)
+    val_every: int = setting(90, "steps between replay evaluations on the val split", minimum=1)
     max_slice_loss: float = setting(
         0.05,
         "share of its tau that a domain may lose against train.base for weights to be kept; 1: all",
@@ -319,9 +319,9 @@ class Serve:
 class Demo:
     """The simulated clients of the demo."""
 
-    tickets: int = setting(240, "prompts of the narrow domain", minimum=1)
+    tickets: int = setting(220, "prompts of the narrow domain", minimum=1)
     general: int = setting(20, "prompts of the general domain", minimum=1)
-    max_tokens: int = setting(96, "longest answer", minimum=8)
+    max_tokens: int = setting(80, "longest answer", minimum=8)
     concurrency: int = setting(32, "clients at the same time", minimum=1)
     seed: int = setting(0, "seed of the prompts", minimum=0)
 
@@ -336,7 +336,7 @@ class Verify:
     requests: int = setting(8, "prompts per speed pass at concurrency 8; a quarter at 1", minimum=2)
     repeats: int = setting(3, "interleaved passes per side and concurrency", minimum=1)
     concurrency: int = setting(16, "requests in flight while acceptance is counted", minimum=1)
-    reference_requests: int = setting(3, "prompts for the reference decoder", minimum=1)
+    reference_requests: int = setting(2, "prompts for the reference decoder", minimum=1)
 
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "dflash")

@@ -86,13 +86,14 @@ def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[st
     by_slice = taus_by_slice(rows, walks)
     with ExitStack() as running:
         plain, *probes = start_servers(cfg, folder, [[], *probe_ks(cfg, taus)], running)
+        wait_until_ready([plain, *probes])
         costs = probe(cfg, plain, probes, narrow)
         chosen = cfg.serve.k or list(choose(taus, costs))
         *others, proof = probes
         for server in others:
             server.stop()
         drafted = proof
-        if chosen != list(proof.k):
+        if chosen != list(proof.k):  # its imports pass while the proof runs, which is not timed
             [drafted] = start_servers(cfg, folder, [chosen], running)
         answers = complete(
             proof.url, [as_request(r) for r in rows], cfg.verify.concurrency, "served"
@@ -100,6 +101,7 @@ def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[st
         text = greedy_check(
             plain.url, [as_recorded(r) for r in rows], answers, TIE_BOUND[dtype_name(cfg)]
         )
+        wait_until_ready([drafted])
         speeds = measure_speeds(cfg, plain.url, drafted.url, narrow)
     k = proof.k[0]
     served = commit_served(cfg, rows, answers, sha, read_config(folder).block_size, version)
@@ -234,7 +236,7 @@ def probe_ks(cfg: Config, taus: dict[int, float]) -> list[list[int]]:
 def start_servers(
     cfg: Config, folder: Path, ks: list[list[int]], running: ExitStack
 ) -> list[Server]:
-    """One server per K (none: no drafter), started at the same time, stopped with `running`.
+    """One server per K (none: no drafter), starting at the same time, stopped with `running`.
 
     A start is mostly imports on one core; a server that waits for requests costs nothing.
     """
@@ -246,9 +248,13 @@ def start_servers(
     for one in servers:
         running.callback(one.stop)
         one.start()
+    return servers
+
+
+def wait_until_ready(servers: list[Server]) -> None:
+    """Return once all of them answer."""
     for one in servers:
         one.wait_until_ready()
-    return servers
 
 
 def probe(cfg: Config, plain: Server, probes: list[Server], narrow: list[Request]) -> list[Cost]:
