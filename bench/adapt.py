@@ -9,6 +9,7 @@ old domains within 1 %, or, if none does, of the one that loses least.
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,8 @@ from store.ids import split_of
 OLD, NEW = ("tickets", "general", "reviews"), "sql"
 PROMPTS = {"tickets": 160, "general": 85, "reviews": 200, NEW: 2700}
 HELD_OUT_PROMPTS = 1118
-"""Prompts of the new domain among which some are held out; later ones are only trained on."""
+"""Prompts of the new domain among which some are held out; of later ones only those of the training
+split are used, so that a larger study is scored on the same conversations."""
 SIZES = {10_000: 60, 30_000: 140, 100_000: 300}
 """Answer tokens of the new domain -> training steps."""
 BASE = ["train.steps=300", "train.val_every=100"]
@@ -56,9 +58,10 @@ class Study:
         """Settings of the work folder `name`; the target and its features are shared."""
         shared = [f"work={self.folder / name}", f"target.path={self.folder / 'all' / 'target'}"]
         shared += ["drafter.draft_vocab=0"]  # the new domain has words that the old ones lack
-        shared += ["demo.max_tokens=96", "train.weights=decay"]
-        held_out = ["ingest.val_percent=4", "ingest.test_percent=8", "train.val_samples=8"]
-        return load(None, [*held_out, *self.settings, *shared, *more])
+        defaults = ["ingest.val_percent=4", "ingest.test_percent=8", "train.val_samples=8"]
+        # As when the study of docs/explanation/adaptation.md began.
+        defaults += ["demo.max_tokens=96", "train.weights=decay"]
+        return load(None, [*defaults, *self.settings, *shared, *more])
 
 
 def main() -> None:
@@ -122,7 +125,11 @@ def share(study: Study, name: str, lines: list[dict[str, Any]], tokens: int) -> 
     if used < tokens:
         raise ValueError(f"only {used} training tokens of {NEW}, not {tokens}: raise PROMPTS")
     text = "\n".join(kept).encode() + b"\n"
-    commit(cfg.path("capture", "subset.jsonl"), lambda stream: stream.write(text))
+    subset = cfg.path("capture", "subset.jsonl")
+    if not subset.is_file() or subset.read_bytes() != text:
+        for made in ("traffic", "rejects"):  # ingest would keep the samples of the former subset
+            shutil.rmtree(cfg.path(made), ignore_errors=True)
+        commit(subset, lambda stream: stream.write(text))
     ingest.run(cfg)
 
 

@@ -5,7 +5,7 @@ settings say. Whoever has trained less takes the next step, so all meet the same
 the val split are not counted. Each side has its own learning-rate schedule, over RACE_STEPS steps
 for ours and over BUDGET times those seconds for theirs:
 
-    ours       the settings of this repository
+    ours       the settings of this repository, with train.weights=decay as in bench-train
     published  the defaults of `speculators train` for DFlash: cross-entropy, D-PACE, Muon at 1e-3
                with decay 0.1 and its RMS matching, linear schedule
     our_lr     the same with our learning rates: no decay, no RMS matching

@@ -40,13 +40,15 @@ Labels = Callable[[Sample], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded samples with their anchors. Labels are those at the slots' own positions (no shift).
+    """Rows of samples with their anchors. Labels are those at the slots' own positions (no shift).
 
-    supervised_BNK: 1 where a slot counts, else 0.
+    anchors_BN and starts_BN: places in the row of each block's anchor and of its sample's first
+    token. supervised_BNK: 1 where a slot counts, else 0.
     """
 
     features_BTF: Tensor
     anchors_BN: Tensor
+    starts_BN: Tensor
     anchor_tokens_BN: Tensor
     labels_BNKE: Tensor
     probs_BNKE: Tensor
@@ -68,36 +70,69 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator) ->
     return valid[chosen].sort().values
 
 
-def make_batch(
-    samples: Sequence[Sample], anchors: Sequence[Tensor], num_drafts: int, labels: Labels
-) -> Batch:
-    """Pad samples and anchors to one rectangle; padding is not supervised.
+def pack(lengths: Sequence[int]) -> list[list[int]]:
+    """Samples into rows no longer than the longest of them: first fit, the longest first.
 
-    A slot counts if every slot before it in its block is supervised too: a draft behind an
-    unsupervised token is never scored when serving.
+    Example: lengths [5, 9, 4] -> [[1], [0, 2]].
     """
-    longest = max(len(s.ids) for s in samples)
-    most = max(1, max(len(a) for a in anchors))
-    features = samples[0].features.new_zeros(len(samples), longest, samples[0].features.shape[1])
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = (row for row, left in enumerate(room) if left >= lengths[i])
+        row = next(fitting, len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(max(lengths))
+        rows[row].append(i)
+        room[row] -= lengths[i]
+    return rows
+
+
+def make_batch(
+    samples: Sequence[Sample],
+    anchors: Sequence[Tensor],
+    num_drafts: int,
+    labels: Labels,
+    packed: bool = False,
+) -> Batch:
+    """Samples in the rows of one rectangle, one in each or `pack`ed; padding is not supervised.
+
+    Packing pads less, but blocks of one row are in each other's attention: worth it where masked
+    parts are skipped (flex attention), not with a dense mask (docs/decisions/028).
+
+    Anchors are places in their own sample. A slot counts if every slot before it in its block is
+    supervised too: a draft behind an unsupervised token is never scored when serving.
+    """
+    lengths = [len(s.ids) for s in samples]
+    rows = pack(lengths) if packed else [[i] for i in range(len(lengths))]
+    most = max(1, max(sum(len(anchors[i]) for i in row) for row in rows))
+    features = samples[0].features.new_zeros(len(rows), max(lengths), samples[0].features.shape[1])
     known = [labels(sample) for sample in samples]
-    slots = (len(samples), most, num_drafts)
+    slots = (len(rows), most, num_drafts)
     anchors_BN = torch.zeros(slots[:2], dtype=torch.int64)
-    tokens_BN = torch.zeros_like(anchors_BN)
+    starts_BN, tokens_BN = torch.zeros_like(anchors_BN), torch.zeros_like(anchors_BN)
     labels_BNKE = torch.zeros(*slots, known[0][0].shape[1], dtype=torch.int64)
     probs_BNKE = torch.zeros(labels_BNKE.shape)
     supervised_BNK = torch.zeros(slots)
-    for i, (sample, chosen) in enumerate(zip(samples, anchors, strict=True)):
-        n = len(chosen)
-        features[i, : len(sample.ids)] = sample.features
-        anchors_BN[i, :n] = chosen
-        tokens_BN[i, :n] = sample.ids[chosen]
-        where = chosen[:, None] + 1 + torch.arange(num_drafts)
-        inside = where < len(sample.ids)
-        where = where.clamp(max=len(sample.ids) - 1)
-        ids, probs = known[i]
-        labels_BNKE[i, :n], probs_BNKE[i, :n] = ids[where].long(), probs[where]
-        supervised_BNK[i, :n] = (sample.loss_mask[where] & inside).float().cumprod(-1)
-    return Batch(features, anchors_BN, tokens_BN, labels_BNKE, probs_BNKE, supervised_BNK)
+    for r, row in enumerate(rows):
+        start = first = 0
+        for i in row:
+            sample, chosen = samples[i], anchors[i]
+            end, last = start + lengths[i], first + len(chosen)
+            features[r, start:end] = sample.features
+            anchors_BN[r, first:last] = start + chosen
+            starts_BN[r, first:last] = start
+            tokens_BN[r, first:last] = sample.ids[chosen]
+            where = chosen[:, None] + 1 + torch.arange(num_drafts)
+            inside = where < lengths[i]
+            where = where.clamp(max=lengths[i] - 1)
+            ids, probs = known[i]
+            labels_BNKE[r, first:last], probs_BNKE[r, first:last] = ids[where].long(), probs[where]
+            supervised_BNK[r, first:last] = (sample.loss_mask[where] & inside).float().cumprod(-1)
+            start, first = end, last
+    return Batch(
+        features, anchors_BN, starts_BN, tokens_BN, labels_BNKE, probs_BNKE, supervised_BNK
+    )
 
 
 class Candidates:

@@ -3,6 +3,7 @@
 Keys of a sequence are laid out as [context ; blocks]: T feature positions, then N blocks of S
 slots. A query slot sees the features strictly before its block's anchor and its own block in
 both directions; never a feature at or after the anchor, never another block (paper, section 3).
+A row may hold several documents one after another: a slot sees features of its own only.
 
 A causal drafter does not look at later slots. A sliding window of W lets a slot at position p see
 positions above p - W, itself included, as vLLM 0.32 counts it (window - 1 to the left of each
@@ -26,15 +27,19 @@ def visible(
     slots: int,
     window: int = 0,
     causal: bool = False,
+    starts: Tensor | None = None,
 ) -> Any:
     """Whether `query` attends to `key`; works on ints and on index tensors.
 
-    anchors [B, N] int64: absolute position of each block's anchor; window 0: unbounded. Example:
-    anchor 3, T=5, S=2: query 0 sees keys 0, 1, 2 (features before 3) and 5, 6 (its block); with
-    window 2 query 0 sees feature 2, query 1 (position 4) none.
+    anchors [B, N] int64: each block's anchor, a place in its row; window 0: unbounded; starts
+    [B, N] int64: first place of each block's document, none: 0. Example: anchor 3, T=5, S=2: query
+    0 sees keys 0, 1, 2 (features before 3) and 5, 6 (its block); with window 2 query 0 sees
+    feature 2, query 1 (position 4) none; with start 1 it sees 1, 2, 5, 6.
     """
     block, slot = query // slots, query % slots
     before_anchor = (key < num_context) & (key < anchors[batch, block])
+    if starts is not None:
+        before_anchor = before_anchor & (key >= starts[batch, block])
     same_block = (key >= num_context) & ((key - num_context) // slots == block)
     if window:
         before_anchor = before_anchor & (key > anchors[batch, block] + slot - window)
@@ -44,7 +49,12 @@ def visible(
 
 
 def dense_mask(
-    anchors: Tensor, num_context: int, slots: int, window: int = 0, causal: bool = False
+    anchors: Tensor,
+    num_context: int,
+    slots: int,
+    window: int = 0,
+    causal: bool = False,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Bool [B, 1, N*S, T+N*S], True where attention is allowed (for SDPA)."""
     num_queries = anchors.shape[1] * slots
@@ -52,17 +62,23 @@ def dense_mask(
     batch = arange(anchors.shape[0], device=device)[:, None, None]
     query = arange(num_queries, device=device)[None, :, None]
     key = arange(num_context + num_queries, device=device)[None, None, :]
-    return visible(anchors, batch, query, key, num_context, slots, window, causal)[:, None]
+    seen = visible(anchors, batch, query, key, num_context, slots, window, causal, starts)
+    return seen[:, None]
 
 
 def flex_mask(
-    anchors: Tensor, num_context: int, slots: int, window: int = 0, causal: bool = False
+    anchors: Tensor,
+    num_context: int,
+    slots: int,
+    window: int = 0,
+    causal: bool = False,
+    starts: Tensor | None = None,
 ) -> Any:
     """The same rule as a flex-attention BlockMask (CUDA; no backward on CPU)."""
     num_queries = anchors.shape[1] * slots
 
     def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return visible(anchors, batch, query, key, num_context, slots, window, causal)
+        return visible(anchors, batch, query, key, num_context, slots, window, causal, starts)
 
     return create_block_mask(
         rule, anchors.shape[0], None, num_queries, num_context + num_queries, str(anchors.device)

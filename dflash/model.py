@@ -137,17 +137,26 @@ class Drafter(nn.Module):
         rope = self._rope(positions[None])
         return [layer.context(shared, rope) for layer in self.layers]
 
-    def forward(self, context: ContextKV, embeds_BNSH: Tensor, anchors_BN: Tensor) -> Tensor:
+    def forward(
+        self,
+        context: ContextKV,
+        embeds_BNSH: Tensor,
+        anchors_BN: Tensor,
+        starts_BN: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states [B, N, S, H] of all slots, ready for the target's head.
 
-        embeds_BNSH: target embeddings of [anchor token, mask, ..., mask]; anchors_BN int64:
-        absolute position of each anchor. Slot k predicts the token at position anchor + k;
-        slot 0's output is unused. A padded block may carry any anchor; its rows are dropped later.
+        embeds_BNSH: target embeddings of [anchor token, mask, ..., mask]; anchors_BN int64: place
+        of each anchor in its row. Slot k predicts the token at anchor + k; slot 0's output is
+        unused. A padded block may carry any anchor; its rows are dropped later. starts_BN int64:
+        where the documents of the blocks start, if a row holds several; places in a row serve as
+        positions, since a rotary embedding only knows differences.
         """
         B, N, S, H = embeds_BNSH.shape
         num_context = context[0][0].shape[2]
         make_mask = flex_mask if embeds_BNSH.is_cuda and torch.is_grad_enabled() else dense_mask
-        mask = make_mask(anchors_BN, num_context, S, self.cfg.sliding_window, self.cfg.is_causal)
+        rule = (self.cfg.sliding_window, self.cfg.is_causal, starts_BN)
+        mask = make_mask(anchors_BN, num_context, S, *rule)
         positions = anchors_BN[:, :, None] + torch.arange(S, device=anchors_BN.device)
         rope = self._rope(positions.flatten(1))
         x = embeds_BNSH.reshape(B, N * S, H)

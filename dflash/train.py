@@ -93,20 +93,33 @@ def step_batch(
     num_drafts: int,
     labels: Labels,
     seed: int,
+    packed: bool = False,
 ) -> Batch:
     """Samples of a forward with fresh anchors, seeded by (seed, epoch, sample id).
 
-    Without picks: sample 0 without anchors, which gives a zero loss on the same graph.
+    packed: as of make_batch; it changes no result. Without picks: sample 0 without anchors, which
+    gives a zero loss on the same graph.
     """
     if not picks:
         none = torch.zeros(0, dtype=torch.int64)
         return make_batch([samples[0]], [none], num_drafts, labels)
     chosen = [samples[i] for _, i in picks]
-    drawn = [
-        sample_anchors(s.loss_mask, anchors, generator("anchors", seed, epoch, s.sample_id))
-        for (epoch, _), s in zip(picks, chosen, strict=True)
+    drawn = draw_anchors(samples, picks, anchors, seed)
+    return make_batch(chosen, drawn, num_drafts, labels, packed)
+
+
+def draw_anchors(
+    samples: Sequence[Sample], picks: Sequence[Pick], anchors: int, seed: int
+) -> list[Tensor]:
+    """Fresh anchors of every pick: int64 [<= anchors] each."""
+    return [
+        sample_anchors(
+            samples[i].loss_mask,
+            anchors,
+            generator("anchors", seed, epoch, samples[i].sample_id),
+        )
+        for epoch, i in picks
     ]
-    return make_batch(chosen, drawn, num_drafts, labels)
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
@@ -159,7 +172,7 @@ def step_loss(
         slots = batch.supervised_BNK.shape[-1] + 1
         context = drafter.context(batch.features_BTF.to(embedding.dtype))
         embeds = block_embeds(embedding, batch.anchor_tokens_BN, drafter.cfg.mask_token_id, slots)
-        hidden = drafter(context, embeds, batch.anchors_BN)[:, :, 1:]
+        hidden = drafter(context, embeds, batch.anchors_BN, batch.starts_BN)[:, :, 1:]
         index = batch.supervised_BNK.flatten().nonzero().flatten()
         head_rows, correction = candidates.draw(head, draw)
         loss, accepted, hits = FrozenHeadLoss.apply(

@@ -213,6 +213,11 @@ class Train:
             raise ValueError(f"train.mix = {self.mix} needs train.domain: the domain adapted to")
         if self.mix >= 1:
             raise ValueError(f"train.mix = {self.mix}: below 1, or nothing is left of train.domain")
+        if self.gamma and self.weights != "decay":
+            raise ValueError(
+                f"train.gamma = {self.gamma} needs train.weights=decay; train.weights="
+                f"{self.weights} has no gamma: set the one or drop the other"
+            )
         if self.ema >= 1:
             raise ValueError(f"train.ema = {self.ema}: a decay is below 1, such as 0.99")
         if self.lora_rank and not self.base:

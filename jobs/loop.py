@@ -167,8 +167,9 @@ class Loop:
         num_drafts = self.drafter.cfg.num_drafts
         if cfg.random_block:
             num_drafts = random_drafts(num_drafts, cfg.seed, step)
+        packed = self.device.type == "cuda"  # where attention is flex attention
         batches = (
-            step_batch(self.samples, mine, cfg.anchors, num_drafts, self.labels, cfg.seed)
+            step_batch(self.samples, mine, cfg.anchors, num_drafts, self.labels, cfg.seed, packed)
             for mine in forwards
         )
         return [to_device(batch, self.device, self.dtype) for batch in batches]

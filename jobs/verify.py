@@ -89,11 +89,12 @@ def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[st
         wait_until_ready([plain, *probes])
         costs = probe(cfg, plain, probes, narrow)
         chosen = cfg.serve.k or list(choose(taus, costs))
-        *others, proof = probes
-        for server in others:
-            server.stop()
-        drafted = proof
-        if chosen != list(proof.k):  # its imports pass while the proof runs, which is not timed
+        proof = probes[-1]
+        drafted = next((probe for probe in probes if list(probe.k) == chosen), None)
+        for idle in probes:
+            if idle is not proof and idle is not drafted:
+                idle.stop()
+        if drafted is None:  # it starts while the proof runs, which is not timed
             [drafted] = start_servers(cfg, folder, [chosen], running)
         answers = complete(
             proof.url, [as_request(r) for r in rows], cfg.verify.concurrency, "served"
@@ -239,6 +240,7 @@ def start_servers(
     """One server per K (none: no drafter), starting at the same time, stopped with `running`.
 
     A start is mostly imports on one core; a server that waits for requests costs nothing.
+    `wait_until_ready` comes next.
     """
     names = ["-".join(["verify", *(f"k{one}" for one in k)]) if k else "verify-plain" for k in ks]
     servers = [
@@ -246,7 +248,7 @@ def start_servers(
         for k, name in zip(ks, names, strict=True)
     ]
     for one in servers:
-        running.callback(one.stop)
+        running.push(one)  # its exit stops it, and says so if it has died
         one.start()
     return servers
 

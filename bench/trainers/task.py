@@ -16,7 +16,7 @@ from dflash.loss import Batch, Sample
 from dflash.model import new_drafter
 from dflash.objective import default_gamma, recorded_token
 from dflash.target import Target, resolve_dtype
-from dflash.train import step_batch, step_indices
+from dflash.train import draw_anchors, step_batch, step_indices
 from jobs.config import Config
 from jobs.feed import LazySamples, feature_cache, training_set
 from jobs.shape import drafter_config
@@ -77,10 +77,8 @@ def write_task(
     plan = []
     for step in range(steps):
         picks = step_indices(step, len(samples), cfg.train.batch_size, cfg.train.seed)
-        batch = batch_of(cfg, samples, drafter.cfg.num_drafts, step)
-        real = batch.supervised_BNK.any(-1)
-        anchors = [a[r].tolist() for a, r in zip(batch.anchors_BN, real, strict=True)]
-        plan.append([[i, a] for (_, i), a in zip(picks, anchors, strict=True)])
+        anchors = draw_anchors(samples, picks, cfg.train.anchors, cfg.train.seed)
+        plan.append([[i, a.tolist()] for (_, i), a in zip(picks, anchors, strict=True)])
     slots = cfg.train.batch_size * cfg.train.anchors * drafter.cfg.block_size
     tokens = max(sum(len(samples[i].ids) for i, _ in step) for step in plan)
     task: dict[str, Any] = {

@@ -1,9 +1,11 @@
 """Which samples a step takes and on which rank, and that sums over forwards are the batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from dflash.loss import Candidates, Sample
+from dflash.loss import Candidates, Sample, make_batch, pack
 from dflash.memory import activation_bytes, model_bytes
 from dflash.mix import block_tokens, replay_mix
 from dflash.model import block_embeds, new_drafter
@@ -102,6 +104,66 @@ def test_micro_batches_with_an_empty_one_give_the_gradient_of_the_batch(gradient
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+def test_pack_example():
+    assert pack([5, 9, 4]) == [[1], [0, 2]]
+    assert pack([3, 3]) == [[0], [1]]
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_packed_documents_give_the_gradient_of_separate_ones(config, samples, target, window):
+    """Rows of one length with several documents in them, against one forward per document."""
+    config = replace(config, sliding_window=window)
+    lengths = [45, 20, 24, 30, 15]
+    cut = [
+        replace(s, ids=s.ids[:n], loss_mask=s.loss_mask[:n], features=s.features[:n])
+        for s, n in zip(samples[:5], lengths, strict=True)
+    ]
+    assert sorted(map(len, pack(lengths))) == [1, 2, 2]
+    candidates, weigh = Candidates(torch.arange(97), 97, 0), choose_weights("decay", 4.0)
+
+    def gradients(forwards, packed=True):
+        drafter = new_drafter(config, seed=0)
+        total = 0
+        for picks in forwards:
+            batch = step_batch(cut, picks, 6, 5, recorded_token, 0, packed)
+            borrowed = (target.embedding, target.head)
+            out = step_loss(drafter, batch, *borrowed, candidates, generator("c"), weigh)
+            out.loss.backward()
+            total = total + out.sums()
+        return total, [p.grad for p in drafter.parameters()]
+
+    picks = [(0, i) for i in range(5)]
+    separate = gradients([[pick] for pick in picks])
+    for sums, grads in (gradients([picks]), gradients([picks], packed=False)):
+        torch.testing.assert_close(sums, separate[0], rtol=1e-6, atol=0)
+        for one, other in zip(grads, separate[1], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_packed_document_never_sees_its_neighbours(drafter, target, samples):
+    """Three documents, the last two in one row: new features of one change only its own blocks."""
+    cut = [
+        replace(s, ids=s.ids[:n], loss_mask=s.loss_mask[:n], features=s.features[:n])
+        for s, n in zip(samples[:3], [45, 22, 20], strict=True)
+    ]
+    anchors = [torch.tensor([20, 30]), torch.tensor([8, 12, 15]), torch.tensor([9, 14])]
+
+    def hidden(documents):
+        batch = make_batch(documents, anchors, 5, recorded_token, packed=True)
+        assert batch.starts_BN.tolist() == [[0, 0, 0, 0, 0], [0, 0, 0, 22, 22]]
+        embeds = block_embeds(target.embedding, batch.anchor_tokens_BN, 96, 6)
+        context = drafter.context(batch.features_BTF)
+        with torch.no_grad():
+            return drafter(context, embeds, batch.anchors_BN, batch.starts_BN)[1]
+
+    before = hidden(cut)
+    for changed, others in ((1, slice(3, 5)), (2, slice(0, 3))):
+        other = replace(cut[changed], features=torch.randn_like(cut[changed].features))
+        after = hidden([*cut[:changed], other, *cut[changed + 1 :]])
+        assert torch.equal(before[others], after[others])
+        assert not torch.equal(before, after)
+
+
 @pytest.mark.parametrize("weights", ["decay"])
 def test_an_empty_forward_has_zero_gradients_for_every_parameter(gradients):
     sums, grads = gradients([[(0, 1)], []])
@@ -124,12 +186,13 @@ def test_flex_attention_equals_the_dense_path(monkeypatch, drafter, target, samp
     context = drafter.context(torch.stack([s.features[:40] for s in samples[:2]]))
     anchors = torch.tensor([[7, 10, 20], [12, 30, 31]])
     embeds = block_embeds(target.embedding, torch.tensor([[3, 4, 5], [6, 7, 8]]), 96, 6)
+    starts = torch.tensor([[0, 0, 15], [0, 26, 26]])
     monkeypatch.setattr(model, "fused_flex", lambda: model.flex_attention)
     outputs = []
     for make_mask in (dense_mask, flex_mask):
         monkeypatch.setattr(model, "dense_mask", make_mask)
         with torch.no_grad():
-            outputs.append(drafter(context, embeds, anchors))
+            outputs.append(drafter(context, embeds, anchors, starts))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
 
 
