@@ -55,6 +55,7 @@ def test_every_setting_has_a_meaning():
         (["drafter.taps=8,1"], "drafter.taps = [8, 1]: layer ids must be strictly increasing"),
         (["ingest.val_percent=50", "ingest.test_percent=50"], "nothing is left to train on"),
         (["train.ema=1"], "a decay is below 1"),
+        (["train.gamma=7"], "train.gamma = 7.0 needs train.weights=decay"),
         (["train.lora_rank=8"], "set train.base"),
         (["train.lora_rank=8", "train.base=x"], "set train.optimizer=adamw and a train.lr"),
         (["methods.names=ngrm"], "methods.names = ['ngrm']: expected some of ngram, suffix, "),
