@@ -209,10 +209,10 @@ class Train:
     )
 
     def __post_init__(self) -> None:
-        if self.mix and not self.domain:
-            raise ValueError(f"train.mix = {self.mix} needs train.domain: the domain adapted to")
         if self.mix >= 1:
             raise ValueError(f"train.mix = {self.mix}: below 1, or nothing is left of train.domain")
+        if self.mix and not self.domain:
+            raise ValueError(f"train.mix = {self.mix} needs train.domain: the domain adapted to")
         if self.gamma and self.weights != "decay":
             raise ValueError(
                 f"train.gamma = {self.gamma} needs train.weights=decay; train.weights="

@@ -68,8 +68,16 @@ def run_shape(cfg: Config) -> DrafterConfig:
             raise ValueError(
                 f"train.base {cfg.train.base} has {field} {getattr(base, field)}, but this target "
                 f"and drafter.taps give {getattr(ours, field)}: it was made for other features"
+                + _other_taps(field, base)
             )
     return base
+
+
+def _other_taps(field: str, base: DrafterConfig) -> str:
+    if field != "target_layer_ids":
+        return ""
+    taps = ",".join(map(str, base.target_layer_ids))
+    return f"; put drafter.taps={taps} into the config file and run `flywheel harvest`"
 
 
 def check_val(cfg: Config, val: list[dict[str, Any]]) -> None:
@@ -151,7 +159,8 @@ def _chosen_by(cfg: Config, val: list[dict[str, Any]]) -> str:
     what = f"tau of {cfg.train.domain}" if cfg.train.domain else "pooled tau"
     if not cfg.train.base or cfg.train.max_slice_loss >= 1:
         return f"highest {what}"
-    return f"highest {what}, no domain below {1 - cfg.train.max_slice_loss:.0%} of the base's"
+    kept = f"{1 - cfg.train.max_slice_loss:.0%} of the base's"
+    return f"highest {what}, no domain with val requests below {kept}"
 
 
 def memory_plan(

@@ -25,9 +25,9 @@ def captured_top_k(cfg: Config) -> int:
         return 0
     if cfg.harvest.top_k == 0:
         raise ValueError(
-            f"train.loss={cfg.train.loss} needs the target's log-probabilities: run `flywheel "
-            f"harvest harvest.top_k={16 if cfg.train.loss == 'kl' else 1}` and train with the same "
-            "harvest.top_k"
+            f"train.loss={cfg.train.loss} needs the target's log-probabilities: put `harvest: "
+            f"{{top_k: {16 if cfg.train.loss == 'kl' else 1}}}` into the config file and run "
+            "`flywheel harvest` with it"
         )
     return cfg.harvest.top_k
 
