@@ -80,7 +80,7 @@ def test_bfloat16_trains_and_replays(work):
 def test_training_on_captured_log_probabilities(work):
     """A divergence needs them; they lie beside the features, in a cache of their own."""
     divergence = ["train.loss=kl", "train.weights=dpace", "train.tv=0.5", "train.steps=3"]
-    with pytest.raises(ValueError, match=r"harvest\.top_k=16"):
+    with pytest.raises(ValueError, match=r"harvest: \{top_k: 16\}"):
         train.run(configure(work, *divergence))
     with pytest.raises(ValueError, match=r"no features.*flywheel harvest"):
         train.run(configure(work, *divergence, "harvest.top_k=5"))
