@@ -7,7 +7,7 @@ E entries of a label, H hidden, V vocabulary, C candidates.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,26 @@ class Sample:
     features: Tensor
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
+
+
+def first_tokens(sample: Sample, length: int) -> Sample:
+    """The first `length` tokens of a sample whose features are read later, or cut alike.
+
+    Exact: the target is causal, so what it held of these tokens depends on nothing behind them.
+    """
+    behind = len(sample.ids) - length
+    if behind <= 0:
+        return sample
+    top = (sample.top_ids, sample.top_logprobs)
+    top_ids, top_logprobs = (t if t is None else t[: max(0, len(t) - behind)] for t in top)
+    return replace(
+        sample,
+        ids=sample.ids[:length],
+        loss_mask=sample.loss_mask[:length],
+        features=sample.features[:length],
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
 
 
 Labels = Callable[[Sample], tuple[Tensor, Tensor]]

@@ -130,6 +130,9 @@ class Train:
     steps: int = setting(260, "optimizer steps; 0 exports the base as it is", minimum=0)
     batch_size: int = setting(4, "samples in a step, over all workers", minimum=1)
     anchors: int = setting(32, "random anchors per sample and step", minimum=1)
+    max_length: int = setting(
+        0, "train on the first so many tokens of a sample, prompt included; 0: all", minimum=0
+    )
     optimizer: Literal["muon", "adamw"] = setting(
         "muon", "muon: matrices by Muon, vectors by AdamW"
     )

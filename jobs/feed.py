@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dflash.loss import Sample, valid_anchors
+from dflash.loss import Sample, first_tokens, valid_anchors
 from dflash.mix import block_tokens, replay_mix
 from dflash.replay import Request
 from dflash.target import target_id
@@ -39,6 +39,8 @@ class TrainingSet:
     """Supervised slots that a visit of each sample gives on average."""
     num_skipped: int
     """Samples without an anchor: no two supervised tokens in a row."""
+    num_cut: int
+    """Samples of which train.max_length leaves the start only."""
 
     @property
     def lengths(self) -> list[int]:
@@ -48,7 +50,7 @@ class TrainingSet:
 
 def training_set(cfg: Config, num_drafts: int) -> TrainingSet:
     """The train split, cut to what train.domain and train.mix ask for, with the target's
-    log-probabilities if train.loss needs them; reads no features.
+    log-probabilities if train.loss needs them, samples cut to train.max_length; reads no features.
 
     Raises ValueError if no sample has an anchor, and for a domain or mix without samples.
     """
@@ -57,10 +59,15 @@ def training_set(cfg: Config, num_drafts: int) -> TrainingSet:
         make_sample(row, NO_FEATURES, *top.get(row["sample_id"], ()))
         for row in read_rows(cfg, "train")
     ]
-    kept = [sample for sample in found if len(valid_anchors(sample.loss_mask))]
+    longest = cfg.train.max_length or max((len(s.ids) for s in found), default=0)
+    cut = [first_tokens(sample, longest) for sample in found]
+    kept = [sample for sample in cut if len(valid_anchors(sample.loss_mask))]
     if not kept:
+        within = (
+            f" in its first {longest} tokens (train.max_length)" if cfg.train.max_length else ""
+        )
         raise ValueError(
-            f"none of {len(found)} training samples has two supervised tokens in a row: "
+            f"none of {len(found)} training samples has two supervised tokens in a row{within}: "
             "look at loss_mask in traffic/, or ingest more conversations"
         )
     tokens = [block_tokens(s.loss_mask, cfg.train.anchors, num_drafts) for s in kept]
@@ -72,6 +79,7 @@ def training_set(cfg: Config, num_drafts: int) -> TrainingSet:
         mix.share,
         [tokens[i] for i in order],
         len(found) - len(kept),
+        sum(len(sample.ids) > longest for sample in found),
     )
 
 
@@ -100,8 +108,10 @@ def read_rows(cfg: Config, split: str) -> Iterator[dict[str, Any]]:
         yield from batch.to_pylist()
 
 
-def feature_cache(cfg: Config, sample_ids: Iterable[str], budget: float) -> FeatureCache:
-    """The features of these samples; `budget` bytes of them stay in memory."""
+def feature_cache(
+    cfg: Config, sample_ids: Iterable[str], budget: float, max_length: int = 0
+) -> FeatureCache:
+    """The features of these samples, cut as theirs are; `budget` bytes of them stay in memory."""
     identity = target_id(cfg.target_path)
     return FeatureCache(
         shard_paths(features_folder(cfg, identity)),
@@ -110,6 +120,7 @@ def feature_cache(cfg: Config, sample_ids: Iterable[str], budget: float) -> Feat
         target_config(cfg)["hidden_size"],
         set(sample_ids),
         budget,
+        max_length,
     )
 
 

@@ -117,7 +117,7 @@ class Loop:
         self.val = val_requests(self.cfg)
         self.data = training_set(self.cfg, shape.num_drafts)
         names = [s.sample_id for s in self.data.samples]
-        features = feature_cache(self.cfg, names, cfg.cache_gib * GIB)
+        features = feature_cache(self.cfg, names, cfg.cache_gib * GIB, cfg.max_length)
         self.samples = LazySamples(self.data.samples, features)
         self.lengths = self.data.lengths
         self.labels = choose_labels(cfg.loss, len(self.head))

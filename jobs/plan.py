@@ -141,6 +141,7 @@ def _amount(cfg: Config, data: TrainingSet) -> Facts:
         "steps": train.steps,
         "samples": len(data.samples),
         "samples_without_anchor": data.num_skipped,
+        "samples_cut": data.num_cut,
         "tokens": sum(data.lengths),
         "supervised_tokens": sum(int(s.loss_mask.sum()) for s in data.samples),
         "block_tokens_per_step": train.batch_size * mean,

@@ -126,10 +126,14 @@ class FeatureCache:
         hidden_size: int,
         wanted: "Collection[str]",
         budget: float,
+        max_length: int = 0,
     ):
-        """Reads ids only. Raises ValueError for shards of other features and for missing ids."""
+        """Reads ids only. max_length: tokens kept of a sample, 0: all.
+
+        Raises ValueError for shards of other features and for missing ids.
+        """
         self.num_taps, self.hidden_size = len(target_layer_ids), hidden_size
-        self.budget, self.size = budget, 0
+        self.budget, self.size, self.max_length = budget, 0, max_length
         self.where: dict[str, tuple[Path, int]] = {}
         self.kept: OrderedDict[tuple[Path, int], dict[str, torch.Tensor]] = OrderedDict()
         for path in paths:
@@ -140,7 +144,7 @@ class FeatureCache:
         check_all_harvested(self.where, wanted)
 
     def __getitem__(self, sample_id: str) -> "torch.Tensor":
-        """bf16 [T, n_taps * hidden]."""
+        """bf16 [T, n_taps * hidden], T at most max_length."""
         where = self.where[sample_id]
         if where not in self.kept:
             self._read(where)
@@ -150,10 +154,16 @@ class FeatureCache:
     def _read(self, where: "tuple[Path, int]") -> None:
         path, group = where
         rows = pq.ParquetFile(path).read_row_group(group, ["sample_id", "n_tokens", "hi", "lo"])
-        self.kept[where] = dict(_decode_rows(rows, self.num_taps, self.hidden_size, self.where))
+        decoded = _decode_rows(rows, self.num_taps, self.hidden_size, self.where)
+        self.kept[where] = {name: self._cut(features) for name, features in decoded}
         self.size += _bytes(self.kept[where])
         while self.size > self.budget and len(self.kept) > 1:
             self.size -= _bytes(self.kept.popitem(last=False)[1])
+
+    def _cut(self, features: "torch.Tensor") -> "torch.Tensor":
+        if 0 < self.max_length < len(features):
+            return features[: self.max_length].clone()  # a view would keep all of it in memory
+        return features
 
 
 def check_all_harvested(found: "Collection[str]", wanted: "Collection[str]") -> None:

@@ -29,7 +29,9 @@ def training_samples(cfg: Config) -> list[Sample]:
     if not (cfg.target_path / "config.json").is_file():
         raise ValueError(f"{cfg.work} has no target: run `make demo` first, or pass work=FOLDER")
     samples = training_set(cfg, drafter_config(cfg).num_drafts).samples
-    features = feature_cache(cfg, [s.sample_id for s in samples], float("inf"))
+    features = feature_cache(
+        cfg, [s.sample_id for s in samples], float("inf"), cfg.train.max_length
+    )
     return list(LazySamples(samples, features))
 
 

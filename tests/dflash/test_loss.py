@@ -1,5 +1,7 @@
 """Loss, anchors, candidates and masks against plain formulas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,12 +11,13 @@ from dflash.loss import (
     FrozenHeadLoss,
     Sample,
     divergence,
+    first_tokens,
     make_batch,
     sample_anchors,
     valid_anchors,
 )
 from dflash.mask import dense_mask, visible
-from dflash.objective import recorded_token
+from dflash.objective import recorded_token, target_distribution
 from dflash.train import generator, random_drafts, step_indices
 
 
@@ -43,6 +46,23 @@ def test_batch_golden():
     assert batch.labels_BNKE[1, 0, :, 0].tolist() == [23, 24, 24]
     assert batch.supervised_BNK[1].tolist() == [[1, 1, 0], [0, 0, 0]]
     assert batch.probs_BNKE[1, 0].tolist() == [[1], [1], [1]]
+
+
+def test_first_tokens_keep_their_labels():
+    """Log-probabilities belong to the answer's positions, counted from the end."""
+    top_ids, top_logprobs = torch.randint(50, (5, 2)).int(), torch.randn(5, 2).half()
+    whole = Sample("a", "d", torch.arange(8), torch.arange(8) >= 3, torch.zeros(8, 2))
+    whole = replace(whole, top_ids=top_ids, top_logprobs=top_logprobs)
+    for length in (8, 6, 4, 2):
+        cut = first_tokens(whole, length)
+        assert len(cut.ids) == len(cut.loss_mask) == len(cut.features) == length
+        for ours, theirs in zip(
+            target_distribution(cut, 50), target_distribution(whole, 50), strict=True
+        ):
+            assert torch.equal(ours, theirs[:length])
+    assert first_tokens(whole, 9) is whole
+    without_features = replace(whole, features=torch.empty(0, 0))
+    assert first_tokens(without_features, 4).features.shape == (0, 0)
 
 
 def plain_loss(logits, ids, probs, tv):

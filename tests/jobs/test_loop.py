@@ -93,6 +93,20 @@ def test_training_on_captured_log_probabilities(work):
     assert train.run(cfg)["best_val_tau"] >= 1.0
 
 
+def test_a_largest_length_cuts_samples_and_is_another_run(work):
+    cfg = configure(work, "train.steps=3")
+    whole = training_set(cfg, 4).lengths
+    longest = sorted(whole)[len(whole) // 2]
+    short = configure(work, "train.steps=3", f"train.max_length={longest}")
+    plan = train.plan(short)["plan"]
+    assert plan["samples_cut"] == sum(length > longest for length in whole) > 0
+    assert plan["tokens"] == sum(min(length, longest) for length in whole)
+    assert plan["name"] != train.plan(cfg)["plan"]["name"]
+    assert train.run(short)["samples"] == len(whole)
+    with pytest.raises(ValueError, match=r"in its first 2 tokens \(train.max_length\)"):
+        train.run(configure(work, "train.max_length=2"))
+
+
 ADAPTED = ["train.lora_rank=4", "train.optimizer=adamw", "train.lr=1e-2", "train.ema=0.9"]
 
 

@@ -97,6 +97,19 @@ def test_positions_equal_the_definition(cfg):
     assert sum(r["accept_rate"] for r in found) + 1 == pytest.approx(acceptance.tau(counts))
 
 
+def test_octaves_of_prompt_length_share_the_requests_out(cfg):
+    lengths = [1, 127, 128, 255, 256, 700]
+    data = publish(
+        cfg, "a", ({**r, "prompt_tokens": n} for n, r in zip(lengths, rows("d1", 6), strict=True))
+    )
+    found = ask(cfg, "tau_by_prompt_length")
+    spans = {(row["prompt_tokens_from"], row["prompt_tokens_below"]): row for row in found}
+    assert [*spans] == [(1, 2), (64, 128), (128, 256), (256, 512), (512, 1024)]
+    assert [row["requests"] for row in found] == [1, 1, 2, 1, 1]
+    counts = [r["accepted"] for r in data if 128 <= r["prompt_tokens"] < 256]
+    assert spans[128, 256]["tau_tokens_per_round"] == pytest.approx(acceptance.tau(counts))
+
+
 def test_different_k_origins_and_temperatures_are_not_mixed(cfg):
     publish(cfg, "a", rows("d1", 10))
     publish(cfg, "b", rows("d1", 10, k=3))

@@ -108,6 +108,16 @@ def test_cache_gives_every_sample_whatever_its_budget(shards):
     assert len(cache.kept) == 4, "what fits is read once"
 
 
+def test_cache_keeps_the_start_of_each_sample(shards):
+    paths, known = shards
+    for length in (1, 6, 7, 8):
+        cache = FeatureCache(paths, "t", [1, 5], 16, known.keys(), 1 << 20, length)
+        for name, features in known.items():
+            assert torch.equal(cache[name], features[:length])
+        held = sum(t.untyped_storage().nbytes() for g in cache.kept.values() for t in g.values())
+        assert held == cache.size == 4 * 64 * min(length, 7), "what is cut off is not held"
+
+
 def test_cache_names_missing_samples_and_refuses_other_features(shards):
     paths, known = shards
     with pytest.raises(ValueError, match=r"1 of 5 samples have no features \(for instance z\)"):
