@@ -7,6 +7,7 @@ manifests publish, writes nothing.
 
 import glob
 from datetime import date, datetime
+from decimal import Decimal
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,8 @@ def _plain(value: Any) -> Any:
     """A value that JSON can hold."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, Decimal):  # DuckDB's sum of integers, for one
+        return int(value) if value == value.to_integral_value() else float(value)
     return value.isoformat() if isinstance(value, date | datetime) else str(value)
 
 

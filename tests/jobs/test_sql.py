@@ -194,6 +194,13 @@ def test_damaged_acceptance_file_is_named(cfg, capsys):
     assert "a.parquet" in capsys.readouterr().err
 
 
+def test_the_json_line_has_numbers_where_sql_has_numbers(cfg, tmp_path, capsys):
+    own = tmp_path / "numbers.sql"
+    own.write_text("select sum(n) as whole, 1.50::decimal(4, 2) as part from range(5) as t(n)")
+    assert cli.main(["sql", str(own), f"work={cfg.work}"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == [[10, 1.5]]
+
+
 def test_questions_are_listed(cfg, capsys):
     assert cli.main(["sql", f"work={cfg.work}"]) == 0
     assert len(json.loads(capsys.readouterr().out)["questions"]) >= 3
