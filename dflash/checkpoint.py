@@ -144,6 +144,16 @@ def read_tensors(folder: str | os.PathLike, cfg: DrafterConfig) -> dict[str, tor
     return found
 
 
+def stored_dtype(folder: str | os.PathLike) -> torch.dtype:
+    """The dtype of a drafter folder's matrices. ValueError if it has no readable weights."""
+    path = Path(folder) / WEIGHTS
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor("fc.weight").dtype
+    except Exception as error:
+        raise ValueError(f"{path} is not a drafter's safetensors file: {error}") from error
+
+
 def check_tensors(found: dict[str, torch.Tensor], cfg: DrafterConfig, path: Path) -> None:
     """Raise ValueError unless names and shapes are exactly those of a drafter of this config."""
     with torch.device("meta"):

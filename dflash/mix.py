@@ -49,15 +49,19 @@ def replay_mix(
     return Mix(main, others, token_share * d / (token_share * d + (1 - token_share) * g))
 
 
-def block_tokens(loss_mask: Tensor, anchors: int, num_drafts: int) -> float:
+def block_tokens(
+    loss_mask: Tensor, anchors: int, num_drafts: int, random_block: bool = False
+) -> float:
     """Supervised slots that a sample gives on average when `anchors` of its anchors are drawn.
 
-    A block counts up to its first unsupervised token. A mask that ends in 4 answer tokens, K = 3:
-    its anchors give 3, 2 and 1 slots; with two of the three drawn: 4.0.
+    A block counts up to its first unsupervised token. Of random blocks slot k of K is there in
+    (K - k + 1) / K of the steps. A mask that ends in 4 answer tokens, K = 3: its anchors give 3, 2
+    and 1 slots, with two of the three drawn 4.0; random blocks give 2/3 of 3 + 2 * 2/3 + 1/3 = 3.1.
     """
     valid = valid_anchors(loss_mask)
     if not len(valid):
         return 0.0
     padded = torch.cat([loss_mask, loss_mask.new_zeros(num_drafts)])
-    slots = padded[valid[:, None] + 1 + torch.arange(num_drafts)].long().cumprod(1).sum()
-    return float(slots) * min(anchors, len(valid)) / len(valid)
+    slots_K = padded[valid[:, None] + 1 + torch.arange(num_drafts)].long().cumprod(1).sum(0)
+    share_K = torch.arange(num_drafts, 0, -1) / num_drafts if random_block else 1.0
+    return float((slots_K * share_K).sum()) * min(anchors, len(valid)) / len(valid)

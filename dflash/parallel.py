@@ -3,6 +3,7 @@
 Gradients are sums over ranks in both, never means: the loss is divided by a global count.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, cast
@@ -54,8 +55,10 @@ def sum_gradients(params: Sequence[Tensor]) -> None:
 
 
 def clip_gradients(params: Sequence[Tensor], most: float) -> float:
-    """Scale the gradients so that their norm over all parameters is at most `most`; returns it."""
-    norm = torch.nn.utils.clip_grad_norm_(params, most)
+    """Scale the gradients so that their norm over all parameters is at most `most` (0: as they
+    are); returns the norm before.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(params, most or math.inf)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 

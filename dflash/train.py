@@ -192,13 +192,13 @@ def step_loss(
 
 
 class NonFiniteLoss(ValueError):
-    """The loss became NaN or infinite; trying the same step again gives the same."""
+    """A loss or gradient became NaN or infinite; trying the same step again gives the same."""
 
 
-def check_finite(loss: float, batch_ids: Sequence[str], step: int) -> None:
-    """Raise NonFiniteLoss naming the samples of a step whose loss is not finite."""
-    if not math.isfinite(loss):
+def check_finite(what: str, value: float, batch_ids: Sequence[str], step: int) -> None:
+    """Raise NonFiniteLoss naming the samples of a step whose loss or gradient is not finite."""
+    if not math.isfinite(value):
         raise NonFiniteLoss(
-            f"the loss of step {step} is {loss}; its samples: {', '.join(batch_ids)}. "
+            f"the {what} of step {step} is {value}; its samples: {', '.join(batch_ids)}. "
             "Lower train.lr, or look at the features of these samples"
         )

@@ -154,7 +154,7 @@ class Train:
         "train.weights=decay: slot k weighs exp(-(k - 1) / gamma); 0: by block size, 4 for 8",
         minimum=0,
     )
-    clip: float = setting(1.0, "largest gradient norm", minimum=0)
+    clip: float = setting(1.0, "largest gradient norm; 0: any", minimum=0)
     ema: float = setting(
         0.0,
         "decay of a moving average of the weights, such as 0.99; it is what is validated and "

@@ -31,7 +31,7 @@ from jobs.registry import resolve
 from jobs.regression import load_sets
 from jobs.report import publish
 from jobs.samples import load_requests
-from jobs.shape import drafter_config
+from jobs.shape import drafter_config, target_fields
 from jobs.slices import Row, Walks
 from store.files import commit
 from store.ids import drafter_version, short_hash
@@ -156,12 +156,12 @@ def find_drafter(cfg: Config, named: str) -> Path:
 
 def check_shape(cfg: Config, folder: Path) -> None:
     """Raise ValueError unless the drafter reads this target's features and head."""
-    found, ours = read_config(folder), drafter_config(cfg)
-    for name in ("hidden_size", "vocab_size", "num_target_layers", "target_layer_ids"):
-        if getattr(found, name) != getattr(ours, name):
+    found = read_config(folder)
+    for name, value in target_fields(cfg).items():
+        if getattr(found, name) != value:
             raise ValueError(
                 f"drafter {folder}: {name} is {getattr(found, name)}, but target "
-                f"{cfg.target_path} with its features has {getattr(ours, name)}: "
+                f"{cfg.target_path} with its features has {value}: "
                 "this drafter is for another target, or drafter.taps differ"
             )
 

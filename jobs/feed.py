@@ -70,7 +70,8 @@ def training_set(cfg: Config, num_drafts: int) -> TrainingSet:
             f"none of {len(found)} training samples has two supervised tokens in a row{within}: "
             "look at loss_mask in traffic/, or ingest more conversations"
         )
-    tokens = [block_tokens(s.loss_mask, cfg.train.anchors, num_drafts) for s in kept]
+    blocks = (cfg.train.anchors, num_drafts, cfg.train.random_block)
+    tokens = [block_tokens(s.loss_mask, *blocks) for s in kept]
     mix = replay_mix([s.domain for s in kept], tokens, cfg.train.domain, cfg.train.mix)
     order = (*mix.main, *mix.others)
     return TrainingSet(

@@ -50,11 +50,9 @@ from jobs.checkpoints import commit_state, newest_state, read_state, states_fold
 from jobs.config import Config
 from jobs.feed import GIB, LazySamples, feature_cache, prefetched, training_set, val_requests
 from jobs.progress import advance
-from jobs.shape import target_config
+from jobs.shape import export_dtype, target_config
 from jobs.tracking import Tracker
 from jobs.validation import Choice, replay_val
-
-EXPORT_DTYPE = torch.bfloat16
 
 
 def worker(config: dict[str, Any]) -> None:
@@ -197,8 +195,11 @@ class Loop:
                 sum_gradients(self.params)
         loss, weight = sums[:2].tolist()
         picks = self._picks(self.step)
-        check_finite(loss, [self.data.samples[i].sample_id for _, i in picks], self.step)
-        norm = self._update(weight)
+        names = [self.data.samples[i].sample_id for _, i in picks]
+        check_finite("loss", loss, names, self.step)
+        norm = self._gradients(weight)
+        check_finite("gradient norm", norm, names, self.step)
+        self._update()
         self.step += 1
         if cfg.ema:
             update_average(self.averaged, self.drafter, cfg.ema, self.step)
@@ -206,19 +207,21 @@ class Loop:
         self.counts = self.counts + sums[2:].cpu()
         self.history.append({"loss": loss / weight, "grad_norm": norm})
 
-    def _update(self, weight: float) -> float:
-        """The optimizer step; returns the gradient's norm before clipping."""
+    def _gradients(self, weight: float) -> float:
+        """Divide them by the step's weight and clip them; returns their norm before."""
         for param in self.params:
             assert param.grad is not None
             param.grad.div_(weight)
-        norm = clip_gradients(self.params, self.train_cfg.clip)
+        return clip_gradients(self.params, self.train_cfg.clip)
+
+    def _update(self) -> None:
+        """The optimizer step at its learning rate."""
         scale = lr_scale(self.step, self.train_cfg.steps, self.train_cfg.warmup)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * scale
             optimizer.step()
             optimizer.zero_grad()
-        return norm
 
     def _validate(self) -> None:
         """Replay and keep the weights if they are the best; without val requests always."""
@@ -256,9 +259,9 @@ class Loop:
         }
         if self.train_cfg.ema:
             state["averaged"] = whole_state(self.averaged, [])
+        self._log({})  # before the state: what is resumed behind it would never be logged
         if self.rank == 0:
             commit_state(self.folder, self.step, state)
-        self._log({})
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue where `_save` was called."""
@@ -275,7 +278,8 @@ class Loop:
             return
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        save_drafter(drafter_of(self.drafter.cfg, self.best_weights), partial, EXPORT_DTYPE)
+        best = drafter_of(self.drafter.cfg, self.best_weights)
+        save_drafter(best, partial, export_dtype(self.cfg))
         load_drafter(partial)  # what cannot be read back never gets its final name
         partial.rename(folder)
 
@@ -301,7 +305,7 @@ class Loop:
                 if slots
             }
             running = self.metrics()
-            shown = ("slots_per_second", "seconds", "peak_memory_bytes")
+            shown = ("slots_per_second", "seconds", "peak_memory_bytes", "samples_without_anchor")
             running = {name: running[name] for name in shown}
             self.tracker.log(self.step, self.history, accuracy | running | values)
         self.history, self.counts = [], torch.zeros_like(self.counts)

@@ -6,10 +6,13 @@ from dataclasses import asdict
 from typing import Any
 
 import psutil
+import torch
 
 from dflash.checkpoint import read_config, weights_sha256
 from dflash.config import DrafterConfig
+from dflash.lora import add_lora
 from dflash.memory import activation_bytes, head_bytes, model_bytes
+from dflash.model import Drafter
 from dflash.objective import choose_labels, named_tokens
 from dflash.target import resolve_dtype, target_id
 from jobs.checkpoints import KEEP, newest_state, state_step, states_folder
@@ -18,12 +21,14 @@ from jobs.console import print_table
 from jobs.feed import GIB, TrainingSet, read_rows, training_set, val_rows
 from jobs.samples import captured_top_k, check_features
 from jobs.settings import split_identity
-from jobs.shape import drafter_config, target_config
+from jobs.shape import drafter_config, export_dtype, target_config, target_fields
 from store.ids import short_hash
 
 PROCESS_BYTES = 700 << 20
 """A worker with torch, Ray and MLflow imported, before it loads anything (measured, Linux)."""
-EXPORT_BYTES_PER_WEIGHT = 2
+
+LABEL_BYTES = 12
+"""An entry of a slot's label in a batch: int64 id, float32 probability (dflash/loss.py)."""
 
 Facts = dict[str, Any]
 
@@ -42,11 +47,17 @@ def run_name(cfg: Config, shape: DrafterConfig) -> str:
             f"{cfg.path('traffic')} has no training sample of target {identity}: "
             "run `flywheel ingest` with more conversations"
         )
+    settings = run_settings(cfg)
+    return f"drafter-{short_hash([identity, train, val, asdict(shape), settings])[:12]}"
+
+
+def run_settings(cfg: Config) -> dict[str, Any]:
+    """The settings that decide the result; train.base by its weights, wherever they are."""
     settings = split_identity(cfg.train)[0]
     settings |= {"dtype": cfg.target.dtype, "top_k": captured_top_k(cfg)}
-    if cfg.train.base:  # the weights, wherever they are
+    if cfg.train.base:
         settings["base"] = weights_sha256(cfg.train.base)
-    return f"drafter-{short_hash([identity, train, val, asdict(shape), settings])[:12]}"
+    return settings
 
 
 def _content(row: dict[str, Any]) -> list[Any]:
@@ -61,13 +72,13 @@ def run_shape(cfg: Config) -> DrafterConfig:
     """
     if not cfg.train.base:
         return drafter_config(cfg)
-    ours = drafter_config(cfg)
-    base = read_config(cfg.train.base, ours.num_target_layers)
-    for field in ("hidden_size", "vocab_size", "num_target_layers", "target_layer_ids"):
-        if getattr(base, field) != getattr(ours, field):
+    ours = target_fields(cfg)
+    base = read_config(cfg.train.base, ours["num_target_layers"])
+    for field, value in ours.items():
+        if getattr(base, field) != value:
             raise ValueError(
                 f"train.base {cfg.train.base} has {field} {getattr(base, field)}, but this target "
-                f"and drafter.taps give {getattr(ours, field)}: it was made for other features"
+                f"and drafter.taps give {value}: it was made for other features"
                 + _other_taps(field, base)
             )
     return base
@@ -93,6 +104,14 @@ def check_val(cfg: Config, val: list[dict[str, Any]]) -> None:
         raise ValueError("train.patience needs greedy val requests: raise ingest.val_percent")
 
 
+def check_lora(cfg: Config, shape: DrafterConfig) -> None:
+    """Raise ValueError for train.lora_targets that the drafter does not have."""
+    if cfg.train.lora_rank:
+        with torch.device("meta"):
+            drafter = Drafter(shape)
+        add_lora(drafter, cfg.train.lora_rank, cfg.train.lora_targets, cfg.train.seed)
+
+
 def make_plan(cfg: Config) -> Facts:
     """Everything that `--plan` prints. Reads token rows and names, no feature and no weight."""
     shape = run_shape(cfg)
@@ -105,6 +124,7 @@ def make_plan(cfg: Config) -> Facts:
         **_start(cfg, name),
         "features": _features(cfg),
         **_amount(cfg, data),
+        "checkpoints": _checkpoints(cfg),
         "validations": _validations(cfg) if val else 0,
         "val_requests": dict(Counter(row["domain"] for row in val)),
         "chosen_by": _chosen_by(cfg, val),
@@ -154,6 +174,11 @@ def _validations(cfg: Config) -> int:
     return bool(cfg.train.base) + steps // every + bool(steps % every)
 
 
+def _checkpoints(cfg: Config) -> str:
+    every = min(cfg.train.checkpoint_every, cfg.train.steps)
+    return f"every {every} steps and the last; {KEEP} are kept, with the best weights in each"
+
+
 def _chosen_by(cfg: Config, val: list[dict[str, Any]]) -> str:
     if not val:
         return "nothing: no greedy val request, the last weights are exported"
@@ -179,6 +204,7 @@ def memory_plan(
     labels = choose_labels(train.loss if harvested else "ce", shape.vocab_size)
     candidates = len(named_tokens(data.samples, labels)) + train.random_candidates
     candidates = min(candidates, shape.vocab_size)
+    entry = LABEL_BYTES * (captured_top_k(cfg) if train.loss == "kl" else 1)
     lora = (train.lora_rank, tuple(train.lora_targets))
     model = model_bytes(
         shape, train.optimizer, train.workers if train.shard == "fsdp" else 1, *lora
@@ -195,6 +221,7 @@ def memory_plan(
         "activations": activation_bytes(shape, in_forward, longest, train.anchors, dtype),
         "softmax": head_bytes(shape.hidden_size, candidates, dtype),
         "two steps of features": 2 * share * longest * width * dtype.itemsize,
+        "two steps of labels": 2 * share * train.anchors * shape.num_drafts * entry,
         "feature cache": min(2 * width * sum(data.lengths), int(train.cache_gib * GIB)),
         "val features": 2 * width * val_tokens,
         "log-probabilities": sum(
@@ -211,7 +238,7 @@ def disk_plan(cfg: Config, shape: DrafterConfig) -> dict[str, int]:
     return {
         "one state": state,
         "states kept": KEEP * state,
-        "drafter": model["weights"] // 4 * EXPORT_BYTES_PER_WEIGHT,
+        "drafter": model["weights"] // 4 * export_dtype(cfg).itemsize,
         "free": shutil.disk_usage(cfg.path()).free,
     }
 

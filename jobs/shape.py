@@ -3,6 +3,9 @@
 import json
 from typing import Any
 
+import torch
+
+from dflash.checkpoint import stored_dtype
 from dflash.config import DrafterConfig, check_taps, default_taps
 from jobs.config import Config
 
@@ -25,29 +28,42 @@ def target_taps(cfg: Config) -> tuple[int, ...]:
     return default_taps(num_layers, cfg.drafter.num_taps)
 
 
+def target_fields(cfg: Config) -> dict[str, Any]:
+    """Fields of DrafterConfig in which every drafter of this target and these features agrees."""
+    target = target_config(cfg)
+    return {
+        "hidden_size": target["hidden_size"],
+        "vocab_size": target["vocab_size"],
+        "num_target_layers": target["num_hidden_layers"],
+        "target_layer_ids": target_taps(cfg),
+    }
+
+
 def drafter_config(cfg: Config) -> DrafterConfig:
     """A new drafter: the target's widths, plain RoPE of the target's base, our depth and block."""
     target = target_config(cfg)
     rope = target.get("rope_parameters") or target
     heads, reduced = target["num_attention_heads"], cfg.drafter.draft_vocab
     return DrafterConfig(
-        hidden_size=target["hidden_size"],
+        **target_fields(cfg),
         intermediate_size=target["intermediate_size"],
         num_hidden_layers=cfg.drafter.layers,
         num_attention_heads=heads,
         num_key_value_heads=target.get("num_key_value_heads", heads),
         head_dim=target.get("head_dim") or target["hidden_size"] // heads,
-        vocab_size=target["vocab_size"],
         max_position_embeddings=target["max_position_embeddings"],
         rms_norm_eps=target["rms_norm_eps"],
         rope_theta=rope.get("rope_theta", 10000.0),
         block_size=cfg.drafter.block_size,
-        num_target_layers=target["num_hidden_layers"],
-        target_layer_ids=target_taps(cfg),
         mask_token_id=mask_token(cfg, target["vocab_size"]),
         sliding_window=cfg.drafter.sliding_window,
         draft_vocab_size=reduced if reduced < target["vocab_size"] else 0,
     )
+
+
+def export_dtype(cfg: Config) -> torch.dtype:
+    """In which weights are exported: that of train.base, bfloat16 for a new drafter."""
+    return stored_dtype(cfg.train.base) if cfg.train.base else torch.bfloat16
 
 
 def taken_tokens(tokenizer: Any) -> dict[int, str]:

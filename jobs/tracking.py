@@ -44,6 +44,14 @@ class Tracker:
         return cls(client, run.info.run_id)
 
     @classmethod
+    def running(cls, cfg: Config, name: str) -> "Tracker | None":
+        """The run named `name` if nothing has ended it."""
+        client = MlflowClient(cfg.mlflow_uri)
+        wanted = f"tags.`flywheel.run` = '{name}' and attributes.status = 'RUNNING'"
+        found = client.search_runs([experiment_id(client, cfg)], wanted)
+        return cls(client, found[0].info.run_id) if found else None
+
+    @classmethod
     def join(cls, cfg: Config, run_id: str) -> "Tracker":
         """The same run from a worker."""
         return cls(MlflowClient(cfg.mlflow_uri), run_id)

@@ -17,7 +17,7 @@ from ray.train.torch import TorchTrainer
 from dflash.checkpoint import load_drafter
 from dflash.config import DrafterConfig
 from dflash.target import target_id
-from jobs.checkpoints import read_result, states_folder
+from jobs.checkpoints import RESULT, read_result, states_folder
 from jobs.cli import run_as_module
 from jobs.cluster import cluster
 from jobs.config import Config
@@ -26,7 +26,15 @@ from jobs.feed import training_set, val_rows
 from jobs.harvest import features_folder
 from jobs.loop import progress_file, worker
 from jobs.pictures import training_curves
-from jobs.plan import check_val, make_plan, print_plan, run_name, run_shape
+from jobs.plan import (
+    check_lora,
+    check_val,
+    make_plan,
+    print_plan,
+    run_name,
+    run_settings,
+    run_shape,
+)
 from jobs.progress import follow
 from jobs.samples import check_features
 from jobs.settings import split_identity, to_yaml
@@ -55,7 +63,7 @@ def run(cfg: Config) -> dict[str, Any]:
     name = run_name(cfg, shape)
     folder = cfg.path("drafters", name)
     reused = (folder / "config.json").is_file()
-    result = {} if reused else _train(cfg, name, shape)
+    result = _trained(cfg, name) if reused else _train(cfg, name, shape)
     drafter = load_drafter(folder)
     summary = {
         "stage": "train",
@@ -73,20 +81,30 @@ def _train(cfg: Config, name: str, shape: DrafterConfig) -> dict[str, Any]:
     # What cannot succeed is found before Ray starts, which would try it again.
     data, val = training_set(cfg, shape.num_drafts), val_rows(cfg)
     check_val(cfg, val)
+    check_lora(cfg, shape)
     check_features(cfg)
-    identity, execution = split_identity(cfg.train)
+    execution = split_identity(cfg.train)[1] | {"base": cfg.train.base}
     tracker = Tracker.start(cfg, name, inputs=_inputs(cfg))
-    params = identity | asdict(shape) | {"samples": len(data.samples)}
+    params = run_settings(cfg) | asdict(shape) | {"samples": len(data.samples)}
     tracker.describe(params, execution, to_yaml(cfg))
     try:
         with cluster(cfg):
             result = _fit(cfg, name, shape, tracker.run_id)
-    except ValueError:
+    except BaseException:  # Ctrl-C, too: the same command makes it run again
         tracker.end("FAILED")
         raise
-    _draw(tracker, [row["domain"] for row in val])
+    _draw(tracker, val)
     tracker.end()
     return {"samples": len(data.samples), **result}
+
+
+def _trained(cfg: Config, name: str) -> dict[str, Any]:
+    """What the run said when it was done; ends its MLflow run if the driver was killed before."""
+    if tracker := Tracker.running(cfg, name):
+        _draw(tracker, val_rows(cfg))
+        tracker.end()
+    folder = states_folder(cfg, name)
+    return read_result(folder) if (folder / RESULT).is_file() else {}
 
 
 def _inputs(cfg: Config) -> dict[str, Any]:
@@ -142,10 +160,11 @@ def _scaling(cfg: Config) -> ScalingConfig:
     return ScalingConfig(num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources)
 
 
-def _draw(tracker: Tracker, domains: list[str]) -> None:
+def _draw(tracker: Tracker, val: list[dict[str, Any]]) -> None:
     """The curves of the whole run, resumed parts included, as a picture in MLflow."""
     losses = tracker.curve("loss")
-    taus = {name: tracker.curve(f"val_tau/{name}") for name in sorted(set(domains))}
+    domains = sorted({row["domain"] for row in val})
+    taus = {name: tracker.curve(f"val_tau/{name}") for name in domains}
     taus = {name: points for name, points in taus.items() if points}
     if losses:
         tracker.picture(training_curves(losses, taus), "training.svg")

@@ -39,11 +39,11 @@ def configure(folder: Path, *more: str) -> Config:
     return load(None, [f"work={folder}", *SETTINGS, *more])
 
 
-def make_base(cfg: Config, folder: Path) -> Path:
+def make_base(cfg: Config, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """A random drafter of the configured shape to start from, as an earlier run would export it."""
     drafter = new_drafter(drafter_config(cfg), 7)
     set_vocabulary(drafter, load_borrowed(cfg.target_path, torch.float32)[1], torch.arange(5, 85))
-    return save_drafter(drafter, folder, torch.bfloat16)
+    return save_drafter(drafter, folder, dtype)
 
 
 def make_work(folder: Path) -> Path:

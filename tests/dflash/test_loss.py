@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash.loss import (
+    ROWS_PER_CHUNK,
     Candidates,
     FrozenHeadLoss,
     Sample,
@@ -118,6 +120,27 @@ def test_a_hard_label_gives_the_cross_entropy_and_accepts_with_its_probability()
         loss, F.cross_entropy(hidden @ head.T, label[:, 0], reduction="none")
     )
     torch.testing.assert_close(accepted, (-loss).exp())
+
+
+def test_the_head_holds_one_chunk_of_logits_however_many_rows():
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.most = max(self.most, out.untyped_storage().nbytes())
+            return out
+
+    rows, width, candidates = 4 * ROWS_PER_CHUNK, 8, 300
+    hidden, head = torch.randn(rows, width, requires_grad=True), torch.randn(candidates, width)
+    labels = torch.randint(candidates, (rows, 1))
+    with Largest() as seen:
+        loss, *_ = FrozenHeadLoss.apply(
+            hidden, head, torch.zeros(candidates), labels, torch.ones(rows, 1), 0.0
+        )
+        loss.sum().backward()
+    assert ROWS_PER_CHUNK * candidates * 4 <= seen.most <= ROWS_PER_CHUNK * (candidates + 1) * 4
 
 
 def test_divergence_example():

@@ -113,7 +113,8 @@ def test_every_choice_trains(captured, target, config, loss, weights, tv):
     data = cut(captured, 5)
     named = torch.cat([labels(s)[0][s.loss_mask].flatten() for s in data]).unique().long()
     candidates = Candidates(named, 97, 40)
-    batch = step_batch(data, step_indices(0, 12, 4, 0), 12, 5, labels, 0)
+    drafts = {"decay": 5, "dpace": 3}[weights]  # fewer than the block's: a random block
+    batch = step_batch(data, step_indices(0, 12, 4, 0), 12, drafts, labels, 0)
 
     def loss_now():
         borrowed = (target.embedding, target.head)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dflash.optim import NEWTON_SCHULZ, num_blocks, orthogonalise, update_average
+from dflash.optim import NEWTON_SCHULZ, lr_scale, num_blocks, orthogonalise, update_average
+from dflash.parallel import clip_gradients
 
 
 def plain(matrix: Tensor, steps: int) -> Tensor:
@@ -74,3 +75,21 @@ def test_frozen_weights_are_left_alone():
     average, frozen = weights([-0.0]), weights([5.0]).requires_grad_(False)
     update_average(average, frozen, decay=0.9, step=1)
     assert next(average.parameters()).item() == 0.0
+
+
+def test_the_schedule_rises_linearly_and_falls_as_a_cosine_to_zero():
+    scales = [lr_scale(step, 100, 0.04) for step in range(101)]
+    assert scales[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert scales[52] == pytest.approx(0.5), "half of the 96 steps behind the warm-up"
+    assert scales[100] == 0
+    assert scales[3:] == sorted(scales[3:], reverse=True)
+    assert lr_scale(0, 5, 0.0) == 1.0
+
+
+def test_gradients_are_clipped_together_and_zero_is_no_limit():
+    params = [torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)]
+    for limit, norm in ((1.0, 1.0), (10.0, 7.0), (0.0, 7.0)):
+        params[0].grad, params[1].grad = torch.tensor([6.0, 2.0]), torch.tensor([3.0])
+        assert clip_gradients(params, limit) == pytest.approx(7.0)
+        left = torch.cat([p.grad for p in params if p.grad is not None])
+        assert left.norm().item() == pytest.approx(norm, rel=1e-4)

@@ -5,9 +5,24 @@ import json
 import pytest
 import torch
 
+from dflash.config import default_taps
 from dflash.target import common_prefix, load_target, target_id
 
 TAPS = (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps"),
+    [
+        (24, (1, 6, 11, 16, 21)),
+        (28, (1, 7, 13, 19, 25)),
+        (36, (1, 9, 17, 25, 33)),
+        (64, (1, 16, 31, 46, 61)),
+    ],
+)
+def test_default_taps_are_those_of_the_published_drafters(layers, taps):
+    assert default_taps(layers, 5) == taps
+    assert default_taps(layers, 1) == (layers // 2,)
 
 
 def test_features_are_hidden_states_at_tap_plus_one(target):

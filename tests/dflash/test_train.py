@@ -52,6 +52,7 @@ def test_mix_of_nothing_is_refused():
 def test_block_tokens_is_what_batches_hold_on_average():
     mask = torch.tensor([0, 0, 1, 1, 1, 1], dtype=torch.bool)
     assert block_tokens(mask, 2, 3) == 4.0
+    assert block_tokens(mask, 2, 3, random_block=True) == pytest.approx(2 / 3 * (3 + 4 / 3 + 1 / 3))
     assert block_tokens(torch.tensor([1, 0, 1], dtype=torch.bool), 8, 3) == 0.0
     gaps = torch.rand(60, generator=torch.Generator().manual_seed(0)) < 0.7
     sample = Sample("s", "d", torch.arange(60), gaps, torch.zeros(60, 1))
@@ -175,7 +176,7 @@ def test_an_empty_forward_has_zero_gradients_for_every_parameter(gradients):
 
 def test_non_finite_loss_names_the_samples():
     with pytest.raises(NonFiniteLoss, match=r"step 7 is nan; its samples: a, b"):
-        check_finite(float("nan"), ["a", "b"], 7)
+        check_finite("loss", float("nan"), ["a", "b"], 7)
 
 
 def test_flex_attention_equals_the_dense_path(monkeypatch, drafter, target, samples):

@@ -1,10 +1,13 @@
 """Ingest, harvest, train and evaluate in a row, on a tiny target: real Ray, Parquet and MLflow."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +15,17 @@ from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
 from dflash.acceptance import tau
-from dflash.checkpoint import save_drafter
+from dflash.checkpoint import convert_folder, save_drafter
 from dflash.model import new_drafter
 from dflash.target import Features, load_target, target_id
 from jobs import evaluate, harvest, train
+from jobs.checkpoints import newest_state, read_state, states_folder
 from jobs.config import load
 from jobs.feed import LazySamples, feature_cache, training_set
 from jobs.shape import drafter_config
+from jobs.tracking import Tracker
 from store.schemas import ACCEPTANCE, FEATURES
-from store.shards import read_dataset
+from store.shards import read_dataset, read_manifests
 from tests.work import SETTINGS, configure, make_base
 
 
@@ -58,6 +63,11 @@ def test_train_then_evaluate(work):
         *run.data.metrics
     }
     assert run.data.tags["execution.workers"] == "1"
+    assert run.data.params["anchors"] == str(cfg.train.anchors)
+    assert {"loss", "grad_norm", "slots_per_second", "val_tau/a"} <= run.data.metrics.keys()
+    source = json.loads(run.inputs.dataset_inputs[0].dataset.source)["tags"]
+    [manifest] = read_manifests(cfg.path("traffic"))
+    assert manifest["key"] in source["traffic"]
     files = {file.path for file in MlflowClient(cfg.mlflow_uri).list_artifacts(run.info.run_id)}
     assert {"config.yaml", "training.svg"} <= files
     evaluation = evaluate.run(cfg)
@@ -75,6 +85,12 @@ def test_bfloat16_trains_and_replays(work):
     trained = train.run(cfg)
     evaluation = evaluate.run(cfg.override("evaluate", drafter=trained["folder"]))
     assert 1.0 <= evaluation["tau"]["pooled"] <= 5.0
+    newest = newest_state(states_folder(cfg, trained["name"]))
+    assert newest is not None
+    state = read_state(newest)
+    tensors = [*state["drafter"].values(), *state["best_weights"].values()]
+    tensors += [t for o in state["optimizers"] for s in o["state"].values() for t in s.values()]
+    assert {t.dtype for t in tensors if t.is_floating_point()} == {torch.float32}
 
 
 def test_training_on_captured_log_probabilities(work):
@@ -93,6 +109,44 @@ def test_training_on_captured_log_probabilities(work):
     assert train.run(cfg)["best_val_tau"] >= 1.0
 
 
+def test_random_blocks_train_under_dpace(work):
+    cfg = configure(work, "train.random_block=true", "train.weights=dpace", "train.steps=6")
+    whole = configure(work, "train.weights=dpace", "train.steps=6")
+    plans = [train.plan(c)["plan"]["block_tokens_per_step"] for c in (cfg, whole)]
+    assert 0.4 < plans[0] / plans[1] < 0.8, "blocks of 1 to 4 drafts"
+    assert train.run(cfg)["best_val_tau"] >= 1.0
+
+
+def test_what_a_killed_driver_left_open_is_ended_and_told(work):
+    """The export stands, but nobody has drawn its curves or ended its MLflow run."""
+    cfg = configure(work, "train.steps=4", "train.seed=11")
+    trained = train.run(cfg)
+    tracker = Tracker.start(cfg, trained["name"], {})
+    shutil.rmtree(cfg.path("mlartifacts", tracker.run_id))
+    again = train.run(cfg)
+    assert again["reused"]
+    assert again["best_val_tau"] == trained["best_val_tau"]
+    assert tracker.client.get_run(tracker.run_id).info.status == "FINISHED"
+    names = [file.path for file in tracker.client.list_artifacts(tracker.run_id)]
+    assert "training.svg" in names
+
+
+def test_a_run_continues_when_its_base_has_moved(work, tmp_path):
+    words = ["train.steps=3", "train.seed=12"]
+    base = make_base(configure(work), tmp_path / "base")
+    trained = train.run(configure(work, *words, f"train.base={base}"))
+    first = load_file(f"{trained['folder']}/model.safetensors")
+    shutil.rmtree(trained["folder"])
+    moved = configure(work, *words, f"train.base={base.rename(tmp_path / 'moved')}")
+    again = train.run(moved)
+    assert (again["name"], again["reused"]) == (trained["name"], False)
+    second = load_file(f"{again['folder']}/model.safetensors")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    tracker = Tracker.start(moved, again["name"], {})
+    tags = tracker.client.get_run(tracker.run_id).data.tags
+    assert tags["execution.base"] == str(tmp_path / "moved")
+
+
 def test_a_largest_length_cuts_samples_and_is_another_run(work):
     cfg = configure(work, "train.steps=3")
     whole = training_set(cfg, 4).lengths
@@ -103,6 +157,12 @@ def test_a_largest_length_cuts_samples_and_is_another_run(work):
     assert plan["tokens"] == sum(min(length, longest) for length in whole)
     assert plan["name"] != train.plan(cfg)["plan"]["name"]
     assert train.run(short)["samples"] == len(whole)
+    first = configure(work, "train.steps=3", f"train.max_length={min(whole) - 16}")
+    plan = train.plan(first)["plan"]
+    assert plan["samples_without_anchor"] > 0, "a long prompt leaves one token of the answer"
+    trained = train.run(first)
+    assert trained["samples_without_anchor"] == plan["samples_without_anchor"]
+    assert trained["samples"] + plan["samples_without_anchor"] == len(whole)
     with pytest.raises(ValueError, match=r"in its first 2 tokens \(train.max_length\)"):
         train.run(configure(work, "train.max_length=2"))
 
@@ -111,14 +171,36 @@ ADAPTED = ["train.lora_rank=4", "train.optimizer=adamw", "train.lr=1e-2", "train
 
 
 @pytest.mark.parametrize("settings", [[], ADAPTED], ids=["full", "lora"])
-def test_zero_steps_export_the_base(work, tmp_path, settings):
-    cfg = configure(work)
-    base = make_base(cfg, tmp_path / "base")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_zero_steps_export_the_base(work, tmp_path, settings, dtype):
+    base = make_base(configure(work), tmp_path / "base", dtype)
     trained = train.run(configure(work, f"train.base={base}", "train.steps=0", *settings))
     for name in ("config.json", "model.safetensors"):
         assert (base / name).read_bytes() == (
             work / "drafters" / trained["name"] / name
         ).read_bytes()
+
+
+def test_a_base_in_the_other_format_is_exported_in_ours(work, tmp_path):
+    words = ["drafter.draft_vocab=0", "train.steps=0"]
+    drafter = new_drafter(drafter_config(configure(work, *words)), 3)
+    base = save_drafter(drafter, tmp_path / "base", torch.bfloat16)
+    convert_folder(base, tmp_path / "theirs", "speculators", work / "target", "org/target")
+    trained = train.run(configure(work, *words, f"train.base={tmp_path / 'theirs'}"))
+    for name in ("config.json", "model.safetensors"):
+        assert (base / name).read_bytes() == (
+            work / "drafters" / trained["name"] / name
+        ).read_bytes()
+
+
+def test_a_base_brings_its_mask_token(work, tmp_path):
+    """So a target without a spare special token, here without any tokenizer, can be adapted to."""
+    base = make_base(configure(work), tmp_path / "base")
+    bare = configure(work, "drafter.mask_token_id=-1", "train.steps=0", f"train.base={base}")
+    with pytest.raises((OSError, ValueError)):
+        drafter_config(bare)
+    folder = train.run(bare)["folder"]
+    assert evaluate.run(bare.override("evaluate", drafter=folder))["drafter"] == Path(folder).name
 
 
 def test_a_base_for_another_target_is_refused(work, tmp_path):
@@ -171,7 +253,10 @@ def test_killed_and_resumed_equals_uninterrupted(work):
     process.wait()
     assert not list((other / "drafters").glob("drafter-*")), "nothing may be exported yet"
     resumed = train.run(load(None, words))
+    both = ([f"work={work}", *words[1:]], words)
     assert resumed["name"] == whole["name"]
+    losses = [Tracker.start(load(None, w), whole["name"], {}).curve("loss") for w in both]
+    assert losses[0] == losses[1], "no step before the kill is missing"
     first = load_file(f"{whole['folder']}/model.safetensors")
     second = load_file(f"{resumed['folder']}/model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)

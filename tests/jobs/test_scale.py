@@ -137,8 +137,25 @@ def test_a_domain_with_a_mix_stops_when_nothing_gets_better(fresh, tmp_path):
     assert {s.domain for s in data.samples[data.num_main :]} == {"b"}
 
 
+@pytest.mark.slow
+def test_what_a_base_may_lose_is_remembered_by_a_resumed_run(one, work, fresh):
+    """A learning rate that spoils it: the base was best before the interruption and stays it."""
+    words = [*SETTINGS, "train.lr=0.5", f"train.base={one[0]['folder']}"]
+    spoilt = train.run(configure(work, *words))
+    assert spoilt["best_step"] == 0
+    step = move_state(configure(work), spoilt["name"], fresh)
+    resumed = outcome(configure(fresh, *words))
+    assert min(resumed[1]) == step + 1, "it went on"
+    assert (resumed[0]["best_step"], resumed[0]["best_val_tau"]) == (0, spoilt["best_val_tau"])
+    for name, tensor in resumed[2].items():
+        assert torch.equal(tensor, one[2][name])
+
+
 def test_a_loss_that_is_not_finite_stops_at_once(fresh):
-    with pytest.raises(ValueError, match=r"the loss of step \d+ is nan; its samples: [0-9a-f]{32}"):
+    with pytest.raises(
+        ValueError,
+        match=r"the (loss|gradient norm) of step \d+ is (nan|inf); its samples: [0-9a-f]{32}",
+    ):
         train.run(configure(fresh, *SETTINGS, "train.lr=1e35"))
 
 
@@ -164,10 +181,14 @@ def test_the_run_is_named_by_what_decides_its_result(work, tmp_path):
     assert name(f"train.base={tmp_path}/base1") == second
 
 
-def test_settings_that_need_missing_data_are_refused_before_ray(work, monkeypatch):
+def test_settings_that_need_what_is_not_there_are_refused_before_ray(work, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "cluster", lambda cfg: pytest.fail("Ray was started"))
     with pytest.raises(ValueError, match=r"'law' has no training sample; there are: a, b"):
         train.run(configure(work, "train.domain=law"))
+    lora = ["train.lora_rank=4", "train.optimizer=adamw", "train.lora_targets=[q_proj,query]"]
+    base = make_base(configure(work), tmp_path / "base")
+    with pytest.raises(ValueError, match=r"query names no matrix.*choose from fc, q_proj"):
+        train.run(configure(work, f"train.base={base}", *lora))
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 1.0})
     with pytest.raises(ValueError, match="the Ray cluster has 1 GPUs"):
         train._scaling(configure(work, "train.device=cuda", "train.workers=2"))
@@ -201,6 +222,14 @@ def test_plan_tells_start_resume_and_reuse_and_its_numbers_hold(work, fresh, one
     assert (resumed["does"], resumed["first_step"]) == ("resume", 32)
     done = train.plan(configure(work, *SETTINGS))["plan"]
     assert (done["does"], done["first_step"]) == ("reuse", 40)
+
+    assert found["checkpoints"].startswith("every 8 steps and the last; 2 are kept")
+    assert (found["validations"], found["val_requests"]) == (2, {"a": 3, "b": 3})
+    assert found["chosen_by"] == "highest pooled tau"
+    words = ["train.domain=a", f"train.base={one[0]['folder']}"]
+    adapting = train.plan(configure(work, *SETTINGS, *words))["plan"]
+    kept = "highest tau of a, no domain with val requests below 95% of the base's"
+    assert (adapting["validations"], adapting["chosen_by"]) == (3, kept)
 
     summary, losses, _ = one
     assert found["steps"] == len(losses)
