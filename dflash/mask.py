@@ -12,8 +12,10 @@ query the backends disagree: CPU does not bound it, the others do at W - 1. Draf
 W >= block size, where neither cuts anything inside a block.
 """
 
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, arange
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -80,6 +82,12 @@ def flex_mask(
     def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return visible(anchors, batch, query, key, num_context, slots, window, causal, starts)
 
-    return create_block_mask(
-        rule, anchors.shape[0], None, num_queries, num_context + num_queries, str(anchors.device)
-    )
+    make = fused_block_mask() if anchors.is_cuda else create_block_mask
+    num_keys = num_context + num_queries
+    return make(rule, anchors.shape[0], None, num_queries, num_keys, str(anchors.device))
+
+
+@cache
+def fused_block_mask() -> Any:
+    """create_block_mask as one kernel: the eager one fills the whole mask first. For CUDA."""
+    return torch.compile(create_block_mask)

@@ -12,11 +12,14 @@ from safetensors.torch import load_file
 
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.model import new_drafter
+from dflash.target import load_target
 from jobs import plan, train
 from jobs.checkpoints import commit_state, newest_state, read_state
+from jobs.feed import val_rows
 from jobs.loop import progress_file
 from jobs.shape import drafter_config
 from jobs.tracking import Tracker
+from tests.tiny import memorise
 from tests.work import configure, make_base
 
 # 3 samples on 2 workers: a rank has a step without a second sample. Small steps: float order grows.
@@ -138,17 +141,24 @@ def test_a_domain_with_a_mix_stops_when_nothing_gets_better(fresh, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_base_may_lose_is_remembered_by_a_resumed_run(one, work, fresh):
+def test_what_a_base_may_lose_is_remembered_by_a_resumed_run(work, fresh, tmp_path):
     """A learning rate that spoils it: the base was best before the interruption and stays it."""
-    words = [*SETTINGS, "train.lr=0.5", f"train.base={one[0]['folder']}"]
+    cfg = configure(work, *SETTINGS)
+    rows, target = val_rows(cfg), load_target(cfg.target_path, torch.float32)
+    base = new_drafter(drafter_config(configure(work, "drafter.draft_vocab=0")), 0)
+    begun = [(row["prompt_ids"] + row["output_ids"])[:8] for row in rows]  # of one length
+    memorise(base, target, begun, 20)
+    folder = save_drafter(base, tmp_path / "base", torch.bfloat16)
+    words = [*SETTINGS, "train.lr=0.5", f"train.base={folder}"]
     spoilt = train.run(configure(work, *words))
     assert spoilt["best_step"] == 0
+    assert spoilt["best_val_tau"] > 1.5
     step = move_state(configure(work), spoilt["name"], fresh)
     resumed = outcome(configure(fresh, *words))
     assert min(resumed[1]) == step + 1, "it went on"
     assert (resumed[0]["best_step"], resumed[0]["best_val_tau"]) == (0, spoilt["best_val_tau"])
-    for name, tensor in resumed[2].items():
-        assert torch.equal(tensor, one[2][name])
+    expected = load_drafter(folder).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed[2].items())
 
 
 def test_a_loss_that_is_not_finite_stops_at_once(fresh):
