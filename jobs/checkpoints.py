@@ -51,11 +51,16 @@ def commit_state(folder: Path, step: int, state: dict[str, Any]) -> Path:
     path = folder / f"step-{step:08d}.pt"
     commit(path, lambda stream: torch.save(state, stream))
     for old in sorted(folder.glob("step-*.pt"))[:-KEEP]:
-        old.unlink()
+        old.unlink(missing_ok=True)
     sweep(folder)
     return path
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What `commit_state` wrote, on the CPU."""
-    return torch.load(path, map_location="cpu", weights_only=True)
+    """What `commit_state` wrote, on the CPU. Raises ValueError if the file is damaged."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): remove it, and the run continues from the state before"
+        ) from error

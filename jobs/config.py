@@ -212,6 +212,10 @@ class Train:
     )
 
     def __post_init__(self) -> None:
+        if not (self.steps or self.base):
+            raise ValueError("train.steps = 0 exports train.base as it is: set train.base")
+        if abs(self.seed) >= 1 << 63:
+            raise ValueError(f"train.seed = {self.seed}: it must fit in 64 bits")
         if self.mix >= 1:
             raise ValueError(f"train.mix = {self.mix}: below 1, or nothing is left of train.domain")
         if self.mix and not self.domain:

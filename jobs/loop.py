@@ -69,10 +69,10 @@ def worker(config: dict[str, Any]) -> None:
         result: dict[str, Any] = {"error": str(error)}
     else:
         result = loop.metrics()
-        if loop.rank == 0:
-            loop.export(cfg.path("drafters", name))
     if loop.rank == 0:
-        write_result(loop.folder, result)
+        write_result(loop.folder, result)  # before the export, which says that all is there
+        if "error" not in result:
+            loop.export(cfg.path("drafters", name))
     # The report is a barrier: no rank leaves before the export and the result stand.
     ray.train.report(result)
 
@@ -274,7 +274,7 @@ class Loop:
 
     def export(self, folder: Path) -> None:
         """Write the best weights as a drafter folder, under a hidden name until complete."""
-        if folder.exists():  # by a group that was killed after its export
+        if (folder / "config.json").is_file():  # by a group that was killed after its export
             return
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)

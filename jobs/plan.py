@@ -11,6 +11,7 @@ import torch
 from dflash.checkpoint import read_config, weights_sha256
 from dflash.config import DrafterConfig
 from dflash.lora import add_lora
+from dflash.loss import valid_anchors
 from dflash.memory import activation_bytes, head_bytes, model_bytes
 from dflash.model import Drafter
 from dflash.objective import choose_labels, named_tokens
@@ -175,6 +176,8 @@ def _validations(cfg: Config) -> int:
 
 
 def _checkpoints(cfg: Config) -> str:
+    if not cfg.train.steps:
+        return "none"
     every = min(cfg.train.checkpoint_every, cfg.train.steps)
     return f"every {every} steps and the last; {KEEP} are kept, with the best weights in each"
 
@@ -199,6 +202,7 @@ def memory_plan(
     share = -(-train.batch_size // train.workers)
     in_forward = min(train.micro_batch or share, share)
     longest = max(data.lengths)
+    anchors = min(train.anchors, max(len(valid_anchors(s.loss_mask)) for s in data.samples))
     borrowed = 1 if target.get("tie_word_embeddings") else 2
     harvested = all(s.top_ids is not None for s in data.samples)
     labels = choose_labels(train.loss if harvested else "ce", shape.vocab_size)
@@ -218,10 +222,10 @@ def memory_plan(
         "best weights": whole,
         "average of weights": model["weights"] if train.ema else 0,
         "exchange with other workers": whole if train.workers > 1 else 0,
-        "activations": activation_bytes(shape, in_forward, longest, train.anchors, dtype),
+        "activations": activation_bytes(shape, in_forward, longest, anchors, dtype),
         "softmax": head_bytes(shape.hidden_size, candidates, dtype),
         "two steps of features": 2 * share * longest * width * dtype.itemsize,
-        "two steps of labels": 2 * share * train.anchors * shape.num_drafts * entry,
+        "two steps of labels": 2 * share * anchors * shape.num_drafts * entry,
         "feature cache": min(2 * width * sum(data.lengths), int(train.cache_gib * GIB)),
         "val features": 2 * width * val_tokens,
         "log-probabilities": sum(

@@ -22,10 +22,10 @@ from urllib.parse import unquote, urlparse
 import mlflow.artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
-from mlflow.tracking import MlflowClient
 
 from dflash.checkpoint import weights_sha256
 from jobs.config import Config
+from jobs.tracking import open_client
 
 CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous", "challenger"
 BAD = "flywheel.bad"
@@ -71,7 +71,7 @@ class Registry:
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
         cfg.path().mkdir(parents=True, exist_ok=True)
-        self.client = MlflowClient(cfg.mlflow_uri, cfg.mlflow_uri)
+        self.client = open_client(cfg)
 
     def current(self, alias: str) -> Version | None:
         """The version an alias names; None if there is no such alias (or no model yet)."""

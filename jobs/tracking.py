@@ -1,5 +1,6 @@
 """Training runs in MLflow: one run per run name, resumed when the training resumes."""
 
+import contextlib
 import json
 import re
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import requests
 from mlflow.data.code_dataset_source import CodeDatasetSource
 from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import Metric
@@ -28,8 +30,8 @@ class Tracker:
     @classmethod
     def start(cls, cfg: Config, name: str, inputs: dict[str, Any]) -> "Tracker":
         """The run named `name`, created with its dataset input if it does not exist."""
+        client = open_client(cfg)
         mlflow.set_tracking_uri(cfg.mlflow_uri)
-        client = MlflowClient(cfg.mlflow_uri)
         experiment = experiment_id(client, cfg)
         found = client.search_runs([experiment], f"tags.`flywheel.run` = '{name}'")
         if found:
@@ -44,10 +46,10 @@ class Tracker:
         return cls(client, run.info.run_id)
 
     @classmethod
-    def running(cls, cfg: Config, name: str) -> "Tracker | None":
-        """The run named `name` if nothing has ended it."""
-        client = MlflowClient(cfg.mlflow_uri)
-        wanted = f"tags.`flywheel.run` = '{name}' and attributes.status = 'RUNNING'"
+    def unfinished(cls, cfg: Config, name: str) -> "Tracker | None":
+        """The run named `name` if it was interrupted."""
+        client = open_client(cfg)
+        wanted = f"tags.`flywheel.run` = '{name}' and attributes.status != 'FINISHED'"
         found = client.search_runs([experiment_id(client, cfg)], wanted)
         return cls(client, found[0].info.run_id) if found else None
 
@@ -106,7 +108,7 @@ def attach(cfg: Config, name: str, file: Path, folder: str) -> None:
     """Keep a file below `folder` of the run named `name`: that of its training, or a new one for
     a drafter that was trained elsewhere.
     """
-    client = MlflowClient(cfg.mlflow_uri)
+    client = open_client(cfg)
     experiment = experiment_id(client, cfg)
     found = client.search_runs([experiment], f"tags.`flywheel.run` = {json.dumps(name)}")
     if found:
@@ -119,8 +121,39 @@ def attach(cfg: Config, name: str, file: Path, folder: str) -> None:
 
 
 def metric_name(name: str) -> str:
-    """`name` with what MLflow refuses in metric names (a domain may be any text) replaced."""
-    return re.sub(r"[^\w\-./ :]", "_", name)
+    """A name such as `val_tau/<domain>` as MLflow takes it: of the domain, which may be any text,
+    other characters are replaced and what is long is cut; a hash keeps such names apart.
+    """
+    kind, slash, domain = name.partition("/")
+    plain = re.sub(r"[^\w\-. :]", "_", domain)[:100]
+    if slash and (plain != domain or not plain.strip(".")):
+        plain += f"-{short_hash(domain)[:6]}"
+    return kind + slash + plain
+
+
+def open_client(cfg: Config) -> MlflowClient:
+    """A client of mlflow.uri for runs and registry.
+
+    Raises ValueError if no server answers or the file is no database; MLflow would try for minutes.
+    """
+    uri = cfg.mlflow_uri
+    if uri.startswith(("http://", "https://")):
+        try:
+            with contextlib.suppress(requests.exceptions.SSLError):  # it answers, at least
+                requests.get(f"{uri.rstrip('/')}/health", timeout=10)
+        except requests.exceptions.RequestException as error:
+            raise ValueError(
+                f"mlflow.uri {uri} does not answer ({type(error).__name__}): start the MLflow "
+                "server there, or correct mlflow.uri"
+            ) from error
+    file = Path(uri.removeprefix("sqlite:///"))
+    if uri.startswith("sqlite:///") and file.is_file():
+        start = file.open("rb").read(16)
+        if start and start != b"SQLite format 3\0":
+            raise ValueError(
+                f"{file} is not an SQLite database: restore it, or move it away to begin a new one"
+            )
+    return MlflowClient(uri, uri)
 
 
 def _now() -> int:

@@ -7,15 +7,19 @@ val split. With --plan it says what it would do and stops.
 """
 
 import os
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import ray.train
+from mlflow.exceptions import MlflowException
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from dflash.checkpoint import load_drafter
 from dflash.config import DrafterConfig
+from dflash.model import Drafter
 from dflash.target import target_id
 from jobs.checkpoints import RESULT, read_result, states_folder
 from jobs.cli import run_as_module
@@ -63,8 +67,10 @@ def run(cfg: Config) -> dict[str, Any]:
     name = run_name(cfg, shape)
     folder = cfg.path("drafters", name)
     reused = (folder / "config.json").is_file()
+    if folder.exists() and not reused:
+        raise ValueError(f"{folder} has no config.json and is in the way: move it away")
     result = _trained(cfg, name) if reused else _train(cfg, name, shape)
-    drafter = load_drafter(folder)
+    drafter = _load(folder)
     summary = {
         "stage": "train",
         "name": name,
@@ -75,6 +81,15 @@ def run(cfg: Config) -> dict[str, Any]:
     }
     print_table("Drafter", SHOWN, [[summary.get(key) for key in SHOWN]])
     return summary
+
+
+def _load(folder: Path) -> Drafter:
+    try:
+        return load_drafter(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Remove {folder} and run the same command: it exports the drafter again"
+        ) from error
 
 
 def _train(cfg: Config, name: str, shape: DrafterConfig) -> dict[str, Any]:
@@ -91,7 +106,8 @@ def _train(cfg: Config, name: str, shape: DrafterConfig) -> dict[str, Any]:
         with cluster(cfg):
             result = _fit(cfg, name, shape, tracker.run_id)
     except BaseException:  # Ctrl-C, too: the same command makes it run again
-        tracker.end("FAILED")
+        with suppress(MlflowException):
+            tracker.end("FAILED")
         raise
     _draw(tracker, val)
     tracker.end()
@@ -100,7 +116,7 @@ def _train(cfg: Config, name: str, shape: DrafterConfig) -> dict[str, Any]:
 
 def _trained(cfg: Config, name: str) -> dict[str, Any]:
     """What the run said when it was done; ends its MLflow run if the driver was killed before."""
-    if tracker := Tracker.running(cfg, name):
+    if tracker := Tracker.unfinished(cfg, name):
         _draw(tracker, val_rows(cfg))
         tracker.end()
     folder = states_folder(cfg, name)
@@ -145,7 +161,7 @@ def _fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[
 def _scaling(cfg: Config) -> ScalingConfig:
     """Workers with a GPU each, or with equal shares of the CPUs.
 
-    Raises ValueError for train.device=cuda on a cluster without enough GPUs.
+    Raises ValueError for more workers than GPUs (train.device=cuda), or than local CPUs.
     """
     found, workers = ray.cluster_resources(), cfg.train.workers
     gpus = int(found.get("GPU", 0))
@@ -153,6 +169,11 @@ def _scaling(cfg: Config) -> ScalingConfig:
         raise ValueError(
             f"train.device=cuda with train.workers={workers}, but the Ray cluster has {gpus} GPUs: "
             "lower train.workers, or leave train.device=auto"
+        )
+    if not (cfg.ray.address or gpus >= workers) and found.get("CPU", 1) < workers:
+        raise ValueError(
+            f"train.workers={workers}, but the local Ray cluster has {found.get('CPU', 1):.0f} "
+            "CPUs: lower train.workers, or raise ray.num_cpus"
         )
     use_gpu = cfg.train.device != "cpu" and gpus >= workers
     cpus = max(1, int(found.get("CPU", 1)) // workers)

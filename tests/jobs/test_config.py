@@ -111,3 +111,10 @@ def test_paths_are_made_absolute_once(tmp_path, monkeypatch):
 def test_a_config_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         load().train.steps = 5  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_training_nothing_needs_a_base_and_seeds_fit():
+    with pytest.raises(ValueError, match=r"train.steps = 0 .*set train.base"):
+        load(None, ["train.steps=0"])
+    with pytest.raises(ValueError, match="fit in 64 bits"):
+        load(None, [f"train.seed={1 << 70}"])

@@ -182,11 +182,11 @@ def test_zero_steps_export_the_base(work, tmp_path, settings, dtype):
 
 
 def test_a_base_in_the_other_format_is_exported_in_ours(work, tmp_path):
-    words = ["drafter.draft_vocab=0", "train.steps=0"]
-    drafter = new_drafter(drafter_config(configure(work, *words)), 3)
+    drafter = new_drafter(drafter_config(configure(work, "drafter.draft_vocab=0")), 3)
     base = save_drafter(drafter, tmp_path / "base", torch.bfloat16)
     convert_folder(base, tmp_path / "theirs", "speculators", work / "target", "org/target")
-    trained = train.run(configure(work, *words, f"train.base={tmp_path / 'theirs'}"))
+    words = ["train.steps=0", f"train.base={tmp_path / 'theirs'}"]
+    trained = train.run(configure(work, *words))
     for name in ("config.json", "model.safetensors"):
         assert (base / name).read_bytes() == (
             work / "drafters" / trained["name"] / name

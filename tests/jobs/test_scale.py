@@ -3,6 +3,7 @@
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -206,6 +207,31 @@ def test_settings_that_need_what_is_not_there_are_refused_before_ray(work, tmp_p
     assert on_gpu.use_gpu
     assert on_gpu.resources_per_worker == {"CPU": 8, "GPU": 1}
     assert not train._scaling(configure(work, "train.device=cpu")).use_gpu
+    with pytest.raises(ValueError, match=r"train.workers=9, but the local Ray cluster has 8 CPUs"):
+        train._scaling(configure(work, "train.workers=9"))
+
+
+def test_what_mlflow_would_try_for_minutes_is_one_message(work, tmp_path):
+    with pytest.raises(ValueError, match=r"mlflow.uri http://127.0.0.1:9 does not answer"):
+        train.run(configure(work, "train.seed=21", "mlflow.uri=http://127.0.0.1:9"))
+    (tmp_path / "broken.db").write_bytes(b"?" * 99)
+    with pytest.raises(ValueError, match=r"broken.db is not an SQLite database: restore it"):
+        train.run(configure(work, "train.seed=21", f"mlflow.uri=sqlite:///{tmp_path}/broken.db"))
+
+
+def test_a_damaged_result_is_one_message_and_can_be_had_again(work):
+    cfg = configure(work, *SETTINGS, "train.steps=8", "train.seed=22")
+    weights = Path(train.run(cfg)["folder"]) / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:999])
+    with pytest.raises(ValueError, match=r"Remove .* and run the same command"):
+        train.run(cfg)
+    (weights.parent / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"has no config\.json and is in the way"):
+        train.run(cfg)
+    shutil.rmtree(weights.parent)
+    assert train.run(cfg)["reused"] is False
+    assert weights.read_bytes() == whole
 
 
 def test_the_newest_complete_state_is_resumed(tmp_path):
@@ -216,6 +242,9 @@ def test_the_newest_complete_state_is_resumed(tmp_path):
     newest = newest_state(tmp_path)
     assert newest is not None
     assert read_state(newest) == {"step": 24}
+    newest.write_bytes(b"half a disk")
+    with pytest.raises(ValueError, match=r"step-00000024.pt is damaged .* remove it"):
+        read_state(newest)
     commit_state(tmp_path, 40, {"step": 40})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000024.pt", "step-00000040.pt"]
 
@@ -237,6 +266,8 @@ def test_plan_tells_start_resume_and_reuse_and_its_numbers_hold(work, fresh, one
     assert (found["validations"], found["val_requests"]) == (2, {"a": 3, "b": 3})
     assert found["chosen_by"] == "highest pooled tau"
     words = ["train.domain=a", f"train.base={one[0]['folder']}"]
+    many = train.plan(configure(work, *SETTINGS, "train.anchors=10000"))["plan"]
+    assert sum(many["memory_bytes"].values()) < 2 * sum(found["memory_bytes"].values())
     adapting = train.plan(configure(work, *SETTINGS, *words))["plan"]
     kept = "highest tau of a, no domain with val requests below 95% of the base's"
     assert (adapting["validations"], adapting["chosen_by"]) == (3, kept)
