@@ -28,6 +28,7 @@ from store.ids import short_hash
 PROCESS_BYTES = 700 << 20
 """A worker with torch, Ray and MLflow imported, before it loads anything (measured, Linux)."""
 
+COMPLETE = "complete"
 LABEL_BYTES = 12
 """An entry of a slot's label in a batch: int64 id, float32 probability (dflash/loss.py)."""
 
@@ -122,8 +123,8 @@ def make_plan(cfg: Config) -> Facts:
     memory = memory_plan(cfg, shape, data, val)
     return {
         "name": name,
-        **_start(cfg, name),
-        "features": _features(cfg),
+        **_start(cfg, name, features := _features(cfg)),
+        "features": features,
         **_amount(cfg, data),
         "checkpoints": _checkpoints(cfg),
         "validations": _validations(cfg) if val else 0,
@@ -134,9 +135,11 @@ def make_plan(cfg: Config) -> Facts:
     }
 
 
-def _start(cfg: Config, name: str) -> Facts:
+def _start(cfg: Config, name: str, features: str) -> Facts:
     if cfg.path("drafters", name, "config.json").is_file():
         return {"does": "reuse", "first_step": cfg.train.steps}
+    if features != COMPLETE:
+        return {"does": "refuse", "first_step": 0}
     newest = newest_state(states_folder(cfg, name))
     if newest is None:
         return {"does": "start", "first_step": 0}
@@ -148,7 +151,7 @@ def _features(cfg: Config) -> str:
         check_features(cfg)
     except ValueError as error:
         return str(error)
-    return "complete"
+    return COMPLETE
 
 
 def _amount(cfg: Config, data: TrainingSet) -> Facts:
@@ -257,4 +260,6 @@ def print_plan(plan: Facts) -> None:
         "free now": psutil.virtual_memory().available,
     }
     for title, sizes in (("Memory of a worker", memory), ("Disk", plan["disk_bytes"])):
-        print_table(title, ["what", "MiB"], [(k, v / (1 << 20)) for k, v in sizes.items()])
+        print_table(
+            title, ["what", "MiB"], [(k, f"{v / (1 << 20):,.1f}") for k, v in sizes.items()]
+        )
