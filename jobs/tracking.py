@@ -161,8 +161,16 @@ def _now() -> int:
 
 
 def experiment_id(client: MlflowClient, cfg: Config) -> str:
-    """The configured experiment, created with its artifact root if absent."""
+    """The configured experiment, created with its artifact root if absent.
+
+    Raises ValueError if it was deleted, which keeps its name taken.
+    """
     found = client.get_experiment_by_name(cfg.mlflow.experiment)
     if found is not None:
+        if found.lifecycle_stage != "active":
+            raise ValueError(
+                f"experiment {cfg.mlflow.experiment!r} is deleted: `mlflow experiments restore -x "
+                f"{found.experiment_id}`, or name another in mlflow.experiment"
+            )
         return found.experiment_id
     return client.create_experiment(cfg.mlflow.experiment, artifact_location=cfg.mlflow_artifacts)

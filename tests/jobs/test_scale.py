@@ -9,6 +9,7 @@ import psutil
 import pytest
 import ray
 import torch
+from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
 from dflash.checkpoint import load_drafter, save_drafter
@@ -214,6 +215,10 @@ def test_settings_that_need_what_is_not_there_are_refused_before_ray(work, tmp_p
 def test_what_mlflow_would_try_for_minutes_is_one_message(work, tmp_path):
     with pytest.raises(ValueError, match=r"mlflow.uri http://127.0.0.1:9 does not answer"):
         train.run(configure(work, "train.seed=21", "mlflow.uri=http://127.0.0.1:9"))
+    deleted = MlflowClient(f"sqlite:///{tmp_path}/deleted.db")
+    deleted.delete_experiment(deleted.create_experiment("flywheel"))
+    with pytest.raises(ValueError, match=r"experiment 'flywheel' is deleted: `mlflow experiments"):
+        train.run(configure(work, "train.seed=21", f"mlflow.uri=sqlite:///{tmp_path}/deleted.db"))
     (tmp_path / "broken.db").write_bytes(b"?" * 99)
     with pytest.raises(ValueError, match=r"broken.db is not an SQLite database: restore it"):
         train.run(configure(work, "train.seed=21", f"mlflow.uri=sqlite:///{tmp_path}/broken.db"))
