@@ -270,13 +270,13 @@ def test_plan_tells_start_resume_and_reuse_and_its_numbers_hold(work, fresh, one
     assert found["checkpoints"].startswith("every 8 steps and the last; 2 are kept")
     assert (found["validations"], found["val_requests"]) == (2, {"a": 3, "b": 3})
     assert found["chosen_by"] == "highest pooled tau"
-    words = ["train.domain=a", f"train.base={one[0]['folder']}"]
-    words = ["train.loss=kl", "harvest.top_k=5"]
-    refused = train.plan(configure(work, *SETTINGS, *words))["plan"]
+    unharvested = ["train.loss=kl", "harvest.top_k=5"]
+    refused = train.plan(configure(work, *SETTINGS, *unharvested))["plan"]
     assert refused["does"] == "refuse"
     assert "run `flywheel harvest`" in refused["features"]
     many = train.plan(configure(work, *SETTINGS, "train.anchors=10000"))["plan"]
     assert sum(many["memory_bytes"].values()) < 2 * sum(found["memory_bytes"].values())
+    words = ["train.domain=a", f"train.base={one[0]['folder']}"]
     adapting = train.plan(configure(work, *SETTINGS, *words))["plan"]
     kept = "highest tau of a, no domain with val requests below 95% of the base's"
     assert (adapting["validations"], adapting["chosen_by"]) == (3, kept)
