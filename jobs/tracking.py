@@ -148,7 +148,8 @@ def open_client(cfg: Config) -> MlflowClient:
             ) from error
     file = Path(uri.removeprefix("sqlite:///"))
     if uri.startswith("sqlite:///") and file.is_file():
-        start = file.open("rb").read(16)
+        with file.open("rb") as stream:
+            start = stream.read(16)
         if start and start != b"SQLite format 3\0":
             raise ValueError(
                 f"{file} is not an SQLite database: restore it, or move it away to begin a new one"
