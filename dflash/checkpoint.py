@@ -179,13 +179,26 @@ def check_tensors(found: dict[str, torch.Tensor], cfg: DrafterConfig, path: Path
         raise ValueError(f"{path} does not fit its config.json: {shown}")
 
 
-def weights_sha256(folder: str | os.PathLike) -> str:
-    """Hash of the weights file: the identity of a drafter version."""
-    path = Path(folder) / WEIGHTS
-    if not path.is_file():
+ENGINE_READS = (".json", ".safetensors", ".pt", ".bin")
+"""Suffixes of what an engine reads in a drafter folder; prose and pictures may come and go."""
+
+
+def drafter_sha256(folder: str | os.PathLike) -> str:
+    """The identity of a drafter version: hex sha256 over every file that an engine reads.
+
+    The weights alone do not say what is served: another rms_norm_eps in config.json halves tau.
+    Hidden files (unfinished writes) do not count. Raises ValueError for a folder without weights.
+    """
+    folder = Path(folder)
+    if not (folder / WEIGHTS).is_file():
         raise ValueError(f"{folder} has no {WEIGHTS}")
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in ENGINE_READS and not path.name.startswith("."):
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(f"{path.name}\0{content}\n".encode())
+    return digest.hexdigest()
 
 
 def compat_fields(cfg: DrafterConfig, target_id: str) -> dict[str, object]:

@@ -25,6 +25,11 @@ class Target:
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "compute dtype; auto: bfloat16 where the hardware multiplies it, else float32"
     )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto",
+        "where this process computes (replay, reference decoder, preflight); auto: a GPU if torch "
+        "has one. Training has train.device, and vLLM its own build",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
-from dflash.checkpoint import BORROWED, LM_HEAD, WEIGHTS, load_drafter, read_config, weights_sha256
+from dflash.checkpoint import BORROWED, LM_HEAD, WEIGHTS, drafter_sha256, load_drafter, read_config
 from dflash.config import PLAIN_KEYS, DrafterConfig
 from dflash.target import open_tensors, target_id
 from jobs.config import Config
@@ -146,8 +146,8 @@ def target(subject: Subject) -> Iterator[Check]:
         fix = "serve the target that was harvested, or ingest, harvest and train for this one"
         yield Check("target", f"{identity} is to be served, traffic/ is of {seen}", "fail", fix)
     path = cfg.path("evaluations", f"{subject.folder.name}.json")
-    evaluation = read_json(path, ["weights_sha256", "target_id"]) if path.is_file() else {}
-    if evaluation.get("weights_sha256") != weights_sha256(subject.folder):
+    evaluation = read_json(path, ["drafter_sha256", "target_id"]) if path.is_file() else {}
+    if evaluation.get("drafter_sha256") != drafter_sha256(subject.folder):
         fix = f"run `flywheel evaluate {subject.folder}`"
         yield Check(
             "target", "not evaluated: nothing says which target it was trained for", "warn", fix

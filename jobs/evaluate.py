@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dflash.acceptance import num_rounds, tau
-from dflash.checkpoint import compat_fields, compat_key, load_drafter, read_config, weights_sha256
+from dflash.checkpoint import compat_fields, compat_key, drafter_sha256, load_drafter, read_config
 from dflash.model import Drafter, new_drafter
 from dflash.replay import Request, replay, replay_many
 from dflash.target import load_borrowed, resolve_dtype, target_id
@@ -88,7 +88,7 @@ def run(cfg: Config) -> dict[str, Any]:
     walks = found[0]
     evaluation = {
         "drafter": folder.name,
-        "weights_sha256": weights_sha256(folder),
+        "drafter_sha256": drafter_sha256(folder),
         "target_id": identity,
         "compat_key": compat_key(ours.drafter.cfg, identity),
         "compat": compat_fields(ours.drafter.cfg, identity),
@@ -110,7 +110,7 @@ def run(cfg: Config) -> dict[str, Any]:
     }
     evaluation = save_json(cfg.path("evaluations", f"{folder.name}.json"), evaluation)
     _print(evaluation)
-    page = publish(cfg, evaluation["weights_sha256"])
+    page = publish(cfg, evaluation["drafter_sha256"])
     return {"stage": "evaluate", "report": str(page), **evaluation}
 
 
@@ -137,7 +137,7 @@ def compare(
         found["baseline"] = {
             "version": other.version,
             "drafter": other.folder.name,
-            "weights_sha256": weights_sha256(other.folder),
+            "drafter_sha256": drafter_sha256(other.folder),
             "tau": describe(draws, rows, walks[1], other.k),
             **gain(draws, rows, walks[0], walks[1], min(side.k for side in sides)),
         }
@@ -187,7 +187,7 @@ def commit_walks(
     walks: dict[int, list[list[int]]],
 ) -> None:
     """The walks as acceptance rows of origin replay."""
-    version = drafter_version(weights_sha256(folder))
+    version = drafter_version(drafter_sha256(folder))
     now = datetime.now(UTC)
     found = [
         acceptance_row(row, rounds, k, drafter.cfg.block_size, "replay", version, identity, now)
@@ -261,7 +261,7 @@ def baseline_side(cfg: Config, folder: Path, dtype: torch.dtype) -> Side | None:
     version, base = None, Path(cfg.evaluate.baseline) if cfg.evaluate.baseline else None
     if base is None:
         champion = resolve(cfg, "champion")
-        if champion is None or weights_sha256(champion[1]) == weights_sha256(folder):
+        if champion is None or drafter_sha256(champion[1]) == drafter_sha256(folder):
             return None
         version, base = champion
     check_shape(cfg, base)

@@ -20,7 +20,7 @@ def mismatches(drafter: Fields, other: Fields, whose: str) -> list[str]:
 def stale(evaluation: Fields, champion: Version | None) -> list[str]:
     """Why an evaluation says nothing about the present champion: it compared with another one."""
     baseline = evaluation["baseline"]
-    then = baseline["weights_sha256"] if baseline else None
+    then = baseline["drafter_sha256"] if baseline else None
     now = champion.sha256 if champion else None
     if then == now:
         return []

@@ -91,9 +91,11 @@ def run(cfg: Config) -> dict[str, Any]:
     return summary
 
 
-def features_folder(cfg: Config, identity: str) -> Path:
-    """The cache folder of this target, these taps, this layout, this harvest.top_k."""
-    key = cache_key(identity, list(target_taps(cfg)), FEATURE_DTYPE, cfg.harvest.top_k)
+def features_folder(cfg: Config, identity: str, taps: Sequence[int] = ()) -> Path:
+    """The cache folder of this target, these taps (default: the configured ones), this layout,
+    this harvest.top_k.
+    """
+    key = cache_key(identity, list(taps or target_taps(cfg)), FEATURE_DTYPE, cfg.harvest.top_k)
     return cfg.path("features", key)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import torch
 
-from dflash.checkpoint import read_config, weights_sha256
+from dflash.checkpoint import drafter_sha256, read_config
 from dflash.config import DrafterConfig
 from dflash.lora import add_lora
 from dflash.loss import valid_anchors
@@ -58,7 +58,7 @@ def run_settings(cfg: Config) -> dict[str, Any]:
     settings = split_identity(cfg.train)[0]
     settings |= {"dtype": cfg.target.dtype, "top_k": captured_top_k(cfg)}
     if cfg.train.base:
-        settings["base"] = weights_sha256(cfg.train.base)
+        settings["base"] = drafter_sha256(cfg.train.base)
     return settings
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash.checkpoint import weights_sha256
+from dflash.checkpoint import drafter_sha256
 from dflash.target import target_id
 from jobs.cli import run_as_module
 from jobs.config import Config
@@ -47,7 +47,7 @@ def run(cfg: Config) -> dict[str, Any]:
         "stage": "preflight",
         "ok": all(check.status != "fail" for check in checks),
         "drafter": folder.name,
-        "weights_sha256": weights_sha256(folder),
+        "drafter_sha256": drafter_sha256(folder),
         "target_id": target_id(cfg.target_path),
         "vllm": vllm_version(),
         "checks": [asdict(check) for check in checks],
@@ -55,7 +55,7 @@ def run(cfg: Config) -> dict[str, Any]:
     }
     show(folder, checks, measured)
     result = save_json(path, result)
-    publish(cfg, result["weights_sha256"])
+    publish(cfg, result["drafter_sha256"])
     return result | {"reused": False}
 
 
@@ -67,7 +67,7 @@ def result_path(cfg: Config, folder: Path) -> Path:
         del serve[name]
     key = short_hash(
         [
-            weights_sha256(folder),
+            drafter_sha256(folder),
             hashlib.sha256(config.read_bytes() if config.is_file() else b"").hexdigest(),
             target_id(cfg.target_path),
             [dtype_name(cfg), serve, cfg.preflight.requests, cfg.evaluate.split],

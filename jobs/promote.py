@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash.checkpoint import compat_fields, compat_key, read_config, weights_sha256
+from dflash.checkpoint import compat_fields, compat_key, drafter_sha256, read_config
 from dflash.target import target_id
 from jobs import gate
 from jobs.cli import run_as_module
@@ -71,16 +71,16 @@ def read_candidate(cfg: Config) -> Candidate:
     shape, identity, sha256 = (
         read_config(folder),
         target_id(cfg.target_path),
-        weights_sha256(folder),
+        drafter_sha256(folder),
     )
     path = cfg.path("evaluations", f"{folder.name}.json")
     if not path.is_file():
         raise ValueError(f"{folder} was not evaluated: run `flywheel evaluate {folder}`")
-    evaluation = read_json(path, ["weights_sha256", "target_id", "tau"])
-    if evaluation["weights_sha256"] != sha256:
+    evaluation = read_json(path, ["drafter_sha256", "target_id", "tau"])
+    if evaluation["drafter_sha256"] != sha256:
         raise ValueError(
             f"{folder} has changed since {path} was written (weights {sha256[:12]}, evaluated "
-            f"{evaluation['weights_sha256'][:12]}): run `flywheel evaluate {folder}`"
+            f"{evaluation['drafter_sha256'][:12]}): run `flywheel evaluate {folder}`"
         )
     fields = json.loads(json.dumps(compat_fields(shape, identity)))
     return Candidate(folder, sha256, fields, compat_key(shape, identity), evaluation)
@@ -221,7 +221,7 @@ def _refuse(
 
 
 def _evidence(candidate: Candidate) -> dict[str, Any]:
-    kept = ("drafter", "weights_sha256", "compat_key", "samples", "rounds", "k", "tau", "baseline")
+    kept = ("drafter", "drafter_sha256", "compat_key", "samples", "rounds", "k", "tau", "baseline")
     return {name: candidate.evaluation[name] for name in kept}
 
 
@@ -240,7 +240,7 @@ def _tags(candidate: Candidate) -> dict[str, str]:
         "eval.tau.domains": json.dumps(tau["domains"]),
         "eval.samples": str(evaluation["samples"]),
         "eval.k": str(evaluation["k"]),
-        "eval.baseline": (evaluation["baseline"] or {}).get("weights_sha256", ""),
+        "eval.baseline": (evaluation["baseline"] or {}).get("drafter_sha256", ""),
     }
 
 
@@ -266,7 +266,7 @@ def _report(
         "version": number,
         "previous": before,
         "drafter": str(candidate.folder),
-        "weights_sha256": candidate.sha256,
+        "drafter_sha256": candidate.sha256,
         "compat_key": candidate.key,
         "tau": candidate.evaluation["tau"]["pooled"],
         "reasons": reasons,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dflash.checkpoint import load_drafter, weights_sha256
+from dflash.checkpoint import drafter_sha256, load_drafter
 from dflash.decode import decode
 from dflash.replay import Request, replay
 from dflash.target import load_target, target_id
@@ -57,7 +57,7 @@ def commit_decoded(
     cfg: Config, folder: Path, decoded: list[tuple[Row, list[int]]], k: int, block_size: int
 ) -> None:
     """Publish (traffic row with the decoded output, accepted counts) as acceptance rows."""
-    version, identity = drafter_version(weights_sha256(folder)), target_id(cfg.target_path)
+    version, identity = drafter_version(drafter_sha256(folder)), target_id(cfg.target_path)
     now = datetime.now(UTC)
     found = [
         acceptance_row(row, rounds, k, block_size, "decode", version, identity, now)

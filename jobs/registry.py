@@ -23,7 +23,7 @@ import mlflow.artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from dflash.checkpoint import weights_sha256
+from dflash.checkpoint import drafter_sha256
 from jobs.config import Config
 from jobs.tracking import open_client
 
@@ -137,7 +137,7 @@ class Registry:
         )
         if not folder.is_dir():
             raise ValueError(f"{folder} is gone; {hint}")
-        found = weights_sha256(folder)
+        found = drafter_sha256(folder)
         if found != version.sha256:
             raise ValueError(
                 f"{folder} holds other weights ({found[:12]}) than were registered "

@@ -1,5 +1,6 @@
 """Traffic joined with its features: what training and replay read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -78,11 +79,14 @@ def make_request(row: dict, features: torch.Tensor) -> Request:
 
 
 def load_requests(
-    cfg: Config, split: str, sampled: bool = False
+    cfg: Config, split: str, sampled: bool = False, taps: Sequence[int] = ()
 ) -> tuple[list[dict], list[Request]]:
-    """Rows of a split with their requests, in sample_id order: greedy ones, or `sampled`, all."""
+    """Rows of a split with their requests, in sample_id order: greedy ones, or `sampled`, all.
+
+    taps: those whose features are read; the configured ones if empty.
+    """
     rows = load_rows(cfg, split, sampled)
-    return rows, with_features(cfg, rows)
+    return rows, with_features(cfg, rows, taps)
 
 
 def load_rows(cfg: Config, split: str, sampled: bool = False) -> list[dict]:
@@ -91,11 +95,12 @@ def load_rows(cfg: Config, split: str, sampled: bool = False) -> list[dict]:
     return [row for row in rows if sampled or row["temperature"] == 0.0]
 
 
-def with_features(cfg: Config, rows: list[dict]) -> list[Request]:
+def with_features(cfg: Config, rows: list[dict], taps: Sequence[int] = ()) -> list[Request]:
     """TRAFFIC rows as requests to replay. Raises ValueError for rows that were not harvested."""
     identity = target_id(cfg.target_path)
+    taps = list(taps or target_taps(cfg))
     names = {row["sample_id"] for row in rows}
-    features = _features(features_folder(cfg, identity), cfg, identity, names)
+    features = _features(features_folder(cfg, identity, taps), cfg, identity, names, taps)
     missing = names - features.keys()
     if missing:
         raise ValueError(
@@ -105,8 +110,13 @@ def with_features(cfg: Config, rows: list[dict]) -> list[Request]:
     return [make_request(row, features[row["sample_id"]]) for row in rows]
 
 
-def _features(folder: Path, cfg: Config, identity: str, wanted: set[str]) -> dict:
-    taps, hidden = list(target_taps(cfg)), target_config(cfg)["hidden_size"]
+def set_aside(cfg: Config, taps: Sequence[int] = ()) -> set[str]:
+    """Ids of the samples that harvest set aside under these taps: nothing learns from them."""
+    return set()
+
+
+def _features(folder: Path, cfg: Config, identity: str, wanted: set[str], taps: list[int]) -> dict:
+    hidden = target_config(cfg)["hidden_size"]
     return {
         name: features
         for path in shard_paths(folder)

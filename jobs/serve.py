@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dflash.checkpoint import weights_sha256
+from dflash.checkpoint import drafter_sha256
 from dflash.target import resolve_dtype, target_id
 from jobs.cli import run_as_module
 from jobs.config import Config
@@ -69,10 +69,10 @@ def run(cfg: Config) -> dict[str, Any]:
 
 def verified_k(cfg: Config, drafter: Path) -> list[int]:
     """The K by batch size that the latest `flywheel verify` chose for this drafter; [] if none."""
-    wanted = {"weights_sha256": weights_sha256(drafter), "target_id": target_id(cfg.target_path)}
+    wanted = {"drafter_sha256": drafter_sha256(drafter), "target_id": target_id(cfg.target_path)}
     files = sorted(cfg.path("verified").glob("[!.]*.json"), key=lambda file: file.stat().st_mtime)
     for file in reversed(files):
-        found = read_json(file, ["weights_sha256", "target_id"])
+        found = read_json(file, ["drafter_sha256", "target_id"])
         if wanted.items() <= found.items() and "k_by_batch_size" in found:
             return found["k_by_batch_size"]
     return []

@@ -7,6 +7,7 @@ import torch
 
 from dflash.checkpoint import stored_dtype
 from dflash.config import DrafterConfig, check_taps, default_taps
+from dflash.target import resolve_dtype
 from jobs.config import Config
 
 
@@ -16,6 +17,19 @@ def target_config(cfg: Config) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} is missing: set target.path, or run `flywheel target`")
     return json.loads(path.read_text())
+
+
+def compute_device(cfg: Config) -> str:
+    """Where this process computes: cpu or cuda. ValueError for target.device=cuda without one."""
+    if cfg.target.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("target.device=cuda, but torch sees no GPU: set target.device=cpu")
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    return found if cfg.target.device == "auto" else cfg.target.device
+
+
+def compute_dtype(cfg: Config) -> torch.dtype:
+    """target.dtype, auto resolved for `compute_device`."""
+    return resolve_dtype(cfg.target.dtype, compute_device(cfg))
 
 
 def target_taps(cfg: Config) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from dflash.acceptance import num_rounds, positions, tau
-from dflash.checkpoint import read_config, weights_sha256
+from dflash.checkpoint import drafter_sha256, read_config
 from dflash.target import target_id
 from jobs.choose_k import BATCHES, CHOICE, Cost, choose, measure_costs, predicted
 from jobs.cli import run_as_module
@@ -56,15 +56,15 @@ def run(cfg: Config) -> dict[str, Any]:
     rows, _ = load_requests(cfg, cfg.evaluate.split)
     settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), target_id(cfg.target_path)]
     settings += [CHOICE]
-    key = short_hash([weights_sha256(folder), [r["sample_id"] for r in rows], settings])
+    key = short_hash([drafter_sha256(folder), [r["sample_id"] for r in rows], settings])
     path = cfg.path("verified", f"{key}.json")
     if path.is_file():
-        return published(cfg, read_json(path, ["weights_sha256", "speedup"])) | {"reused": True}
+        return published(cfg, read_json(path, ["drafter_sha256", "speedup"])) | {"reused": True}
     result = {
         "stage": "verify",
         "version": str(version),
         "drafter": folder.name,
-        "weights_sha256": weights_sha256(folder),
+        "drafter_sha256": drafter_sha256(folder),
         "target_id": target_id(cfg.target_path),
     }
     result |= _verify(cfg, folder, str(version), rows)
@@ -73,13 +73,13 @@ def run(cfg: Config) -> dict[str, Any]:
 
 def published(cfg: Config, result: dict[str, Any]) -> dict[str, Any]:
     """The result with the drafter's page, written again with the served side."""
-    return result | {"report": str(publish(cfg, result["weights_sha256"]))}
+    return result | {"report": str(publish(cfg, result["drafter_sha256"]))}
 
 
 def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[str, Any]:
     domain = speed_domain(cfg, rows)
     narrow = [as_request(row) for row in rows if row["domain"] == domain]
-    sha = drafter_version(weights_sha256(folder))
+    sha = drafter_version(drafter_sha256(folder))
     reference = check_reference(cfg, folder, rows)
     walks = stored_walks(cfg, sha, rows)
     taus = {n: tau(pick(rows, walk, domain)) for n, walk in walks.items()}

@@ -39,9 +39,9 @@ def prompt_conversation(prompt_ids: Ids) -> str:
     return "prompt-" + hashlib.sha256(_token_bytes(prompt_ids)).hexdigest()[:24]
 
 
-def drafter_version(weights_sha256: str) -> str:
+def drafter_version(drafter_sha256: str) -> str:
     """Name of a drafter in acceptance rows: it exists before any registry knows the drafter."""
-    return weights_sha256[:12]
+    return drafter_sha256[:12]
 
 
 def split_of(conversation_id: str, val_percent: float, test_percent: float) -> str:

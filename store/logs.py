@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from store.ids import prompt_conversation, sample_id, split_of
+from store.shaping import shaped_by
 
 MAX_LINE_BYTES = 64 << 20
 MAX_REJECT_BYTES = 64 << 10
@@ -195,6 +196,7 @@ def _from_openai(request: dict[str, Any], response: dict[str, Any]) -> list[dict
     shared = {name: request.get(name) for name in ("temperature", "top_p", "top_k", "seed")}
     shared |= {name: metadata.get(name) for name in METADATA}
     shared |= {
+        "shaped": shaped_by(request, {}),
         "request_id": response.get("id"),
         "captured_at": response.get("created"),
         "thinking": template.get("enable_thinking"),
@@ -251,7 +253,18 @@ def _row(record: dict[str, Any], source: str, rules: Rules) -> dict[str, Any]:
         "request_id": _text(record, "request_id"),
         "adapter": None,
         "language": _text(record, "language"),
+        "shaped": _shaped(record),
     }
+
+
+def _shaped(record: dict[str, Any]) -> str | None:
+    """The names as one text; None if the record does not say."""
+    names = record.get("shaped")
+    if names is None:
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _Refused("bad_field:shaped")
+    return ",".join(sorted(names))
 
 
 def _ids(record: dict[str, Any], name: str, rules: Rules) -> np.ndarray:

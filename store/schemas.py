@@ -36,9 +36,10 @@ TRAFFIC = pa.schema(
         ("request_id", pa.string()),
         ("adapter", pa.string()),
         ("language", pa.string()),  # as the log names it; nothing guesses it
+        ("shaped", pa.string()),  # store/shaping.py, comma separated; "" none, null: unknown
     ]
 )
-LATER = ("language",)
+LATER = ("language", "shaped")
 """Columns that older shards do not have: read as null."""
 
 FEATURES = pa.schema(

@@ -51,19 +51,19 @@ class Facts:
     newest comparison of ways to draft for this target.
     """
 
-    def __init__(self, cfg: Config, weights_sha256: str) -> None:
+    def __init__(self, cfg: Config, drafter_sha256: str) -> None:
         """Raises ValueError for weights without an evaluation, and for files that are damaged."""
-        self.evaluation = _evaluation(cfg, weights_sha256)
-        self.version = drafter_version(weights_sha256)
-        self.verified = _newest(cfg.path("verified"), weights_sha256)
-        self.preflight = _newest(cfg.path("preflight"), weights_sha256)
+        self.evaluation = _evaluation(cfg, drafter_sha256)
+        self.version = drafter_version(drafter_sha256)
+        self.verified = _newest(cfg.path("verified"), drafter_sha256)
+        self.preflight = _newest(cfg.path("preflight"), drafter_sha256)
         self.methods = _newest_methods(cfg, self.evaluation["target_id"])
         self.k = self.verified["k"] if self.verified else self.evaluation["k"]
         self.baseline = self.evaluation["baseline"]
         self.names = {self.version: self.evaluation["drafter"]}
         self.largest = {self.version: self.evaluation["k"]}  # drafts of a whole block
         if self.baseline:
-            other = drafter_version(self.baseline["weights_sha256"])
+            other = drafter_version(self.baseline["drafter_sha256"])
             self.names[other] = self.baseline["drafter"]
             self.largest[other] = len(self.baseline["tau"]["positions"])
         self.taus = self._ask(cfg, "tau_by_domain_and_version")
@@ -130,17 +130,17 @@ class Facts:
         return read_dataset(cfg.path("acceptance"), ACCEPTANCE, columns, mine).to_pylist()
 
 
-def evaluated(cfg: Config, weights_sha256: str) -> bool:
+def evaluated(cfg: Config, drafter_sha256: str) -> bool:
     """Whether there is an evaluation of these weights."""
-    return _newest(cfg.path("evaluations"), weights_sha256) is not None
+    return _newest(cfg.path("evaluations"), drafter_sha256) is not None
 
 
 def newest_evaluated(cfg: Config) -> str:
     """The sha256 of the drafter evaluated last. Raises ValueError if there is none."""
-    found = _read_all(cfg.path("evaluations"), "weights_sha256")
+    found = _read_all(cfg.path("evaluations"), "drafter_sha256")
     if not found:
         raise ValueError(f"nothing in {cfg.path('evaluations')}: run `flywheel evaluate` first")
-    return found[-1]["weights_sha256"]
+    return found[-1]["drafter_sha256"]
 
 
 def pick(rows: Sequence[Row], **where: Any) -> list[Row]:
@@ -148,11 +148,11 @@ def pick(rows: Sequence[Row], **where: Any) -> list[Row]:
     return [row for row in rows if all(row[name] == value for name, value in where.items())]
 
 
-def _evaluation(cfg: Config, weights_sha256: str) -> Row:
-    found = _newest(cfg.path("evaluations"), weights_sha256)
+def _evaluation(cfg: Config, drafter_sha256: str) -> Row:
+    found = _newest(cfg.path("evaluations"), drafter_sha256)
     if found is None:
         raise ValueError(
-            f"no evaluation of drafter {drafter_version(weights_sha256)} in "
+            f"no evaluation of drafter {drafter_version(drafter_sha256)} in "
             f"{cfg.path('evaluations')}: run `flywheel evaluate` on its folder"
         )
     if "conversations" not in found:
@@ -163,9 +163,9 @@ def _evaluation(cfg: Config, weights_sha256: str) -> Row:
     return found
 
 
-def _newest(folder: Path, weights_sha256: str) -> Row | None:
-    found = _read_all(folder, "weights_sha256")
-    found = [result for result in found if result["weights_sha256"] == weights_sha256]
+def _newest(folder: Path, drafter_sha256: str) -> Row | None:
+    found = _read_all(folder, "drafter_sha256")
+    found = [result for result in found if result["drafter_sha256"] == drafter_sha256]
     return found[-1] if found else None
 
 

@@ -29,14 +29,14 @@ def run(cfg: Config) -> dict[str, Any]:
     return {"stage": "report", "report": str(page)}
 
 
-def publish(cfg: Config, weights_sha256: str) -> Path | None:
+def publish(cfg: Config, drafter_sha256: str) -> Path | None:
     """Write <work>/reports/<drafter>.html in one step and attach it to the drafter's MLflow run.
 
     None for a drafter that was never evaluated: there is nothing to write about.
     """
-    if not evaluated(cfg, weights_sha256):
+    if not evaluated(cfg, drafter_sha256):
         return None
-    facts = Facts(cfg, weights_sha256)
+    facts = Facts(cfg, drafter_sha256)
     name = facts.evaluation["drafter"]
     path = cfg.path("reports", f"{name}.html")
     data = render(cfg, facts).encode()

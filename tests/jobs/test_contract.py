@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from dflash.checkpoint import load_drafter, save_drafter, weights_sha256
+from dflash.checkpoint import drafter_sha256, load_drafter, save_drafter
 from dflash.model import new_drafter
 from dflash.target import load_borrowed, target_id
 from dflash.vocabulary import set_vocabulary
@@ -54,7 +54,7 @@ def write_traffic(cfg, outputs):
 def write_evaluation(cfg, folder, identity):
     path = cfg.path("evaluations", f"{folder.name}.json")
     path.parent.mkdir(exist_ok=True)
-    found = {"weights_sha256": weights_sha256(folder), "target_id": identity}
+    found = {"drafter_sha256": drafter_sha256(folder), "target_id": identity}
     path.write_text(json.dumps(found))
 
 

@@ -48,7 +48,7 @@ def test_champion_and_challenger_on_greedy_and_sampled_traffic(work):
     assert "prompt tokens" not in parts, "all prompts are short"
     assert set(baseline["delta_slices"]["domain"]) == {"a", "b"}
     rows = read_dataset(work / "acceptance", ACCEPTANCE).to_pylist()
-    mine = [r for r in rows if r["k"] == 4 and r["drafter_version"] == found["weights_sha256"][:12]]
+    mine = [r for r in rows if r["k"] == 4 and r["drafter_version"] == found["drafter_sha256"][:12]]
     assert {round(r["temperature"], 2) for r in mine} == {0.0, 0.7}
     assert tau([r["accepted"] for r in mine]) == pytest.approx(measured["pooled"])
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dflash.checkpoint import compat_fields, compat_key, save_drafter, weights_sha256
+from dflash.checkpoint import compat_fields, compat_key, drafter_sha256, save_drafter
 from dflash.config import DrafterConfig
 from dflash.model import Drafter
 from dflash.target import target_id
@@ -81,13 +81,13 @@ def evaluate(cfg: Config, folder, tau=2.0, against=None, gain=0.2, shape=SHAPE, 
     if against is not None:
         baseline = {
             "version": None,
-            "weights_sha256": weights_sha256(against),
+            "drafter_sha256": drafter_sha256(against),
             "tau": measured | {"pooled": tau - gain, "domains": {"a": tau - gain, "b": tau - gain}},
             "delta_ci": [gain - 0.1, gain + 0.1],
         }
     evaluation = {
         "drafter": folder.name,
-        "weights_sha256": weights_sha256(folder),
+        "drafter_sha256": drafter_sha256(folder),
         "target_id": identity,
         "compat_key": compat_key(shape, identity),
         "compat": compat_fields(shape, identity),
@@ -133,7 +133,7 @@ def test_first_champion_second_champion_and_rollback(cfg):
     assert promote.resolve(cfg, "2") == ("2", second)
     assert actions(cfg) == [("promote", None, "1"), ("promote", "1", "2"), ("rollback", "2", "1")]
     record = promotions.read(cfg.path("promotions"))[1]
-    assert record["evidence"]["baseline"]["weights_sha256"] == weights_sha256(first)
+    assert record["evidence"]["baseline"]["drafter_sha256"] == drafter_sha256(first)
     assert "@" in record["who"]
     assert record["decided_at"].endswith("+00:00")
     assert promotions.read_table(cfg.path("promotions")).num_rows == 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dflash.acceptance import num_rounds, positions, tau
-from dflash.checkpoint import load_drafter, weights_sha256
+from dflash.checkpoint import drafter_sha256, load_drafter
 from dflash.replay import replay
 from dflash.target import load_borrowed, target_id
 from jobs import evaluate, sql
@@ -35,7 +35,7 @@ def cfg(tmp_path_factory, rivals):
     rows, requests = [row for row, _ in whole], [asked for _, asked in whole]
     drafter = load_drafter(folder)
     walks = replay(drafter, *load_borrowed(cfg.target_path, torch.float32), requests, K)
-    identity, version = target_id(cfg.target_path), drafter_version(weights_sha256(folder))
+    identity, version = target_id(cfg.target_path), drafter_version(drafter_sha256(folder))
     evaluate.commit_walks(cfg, identity, folder, drafter, rows, {K: walks})
     checked = check_reference(cfg, folder, rows)
     assert checked["identical"] == checked["requests"] == len(rows) >= 6

@@ -135,13 +135,13 @@ def evaluation(ours, theirs):
     found = {"tau": describe(draws, rows, ours[7], 7), **by_k(ours)}
     baseline = {
         "drafter": "sql-run-0",
-        "weights_sha256": THEIRS,
+        "drafter_sha256": THEIRS,
         "tau": describe(draws, rows, theirs, 7),
         **gain(draws, rows, ours[7], theirs, 7),
     }
     return {
         "drafter": "sql-run-1",
-        "weights_sha256": OURS,
+        "drafter_sha256": OURS,
         "target_id": "t1",
         "split": "test",
         "k": 7,
@@ -154,7 +154,7 @@ def evaluation(ours, theirs):
 
 VERIFIED = {
     "drafter": "sql-run-1",
-    "weights_sha256": OURS,
+    "drafter_sha256": OURS,
     "k": SERVED_K,
     "k_by_batch_size": [SERVED_K, SERVED_K, 3],
     "k_by_slice": {"domain tickets": [5]},
@@ -264,7 +264,7 @@ def test_preflight_is_shown(cfg, measured):
         {"name": "drafts", "found": "7 differ", "status": "fail", "fix": "mind the <rope>"},
         {"name": "tau", "found": "fine", "status": "ok", "fix": ""},
     ]
-    result = {"weights_sha256": OURS, "ok": False, "vllm": "vllm 0", "checks": checks}
+    result = {"drafter_sha256": OURS, "ok": False, "vllm": "vllm 0", "checks": checks}
     save(cfg, "preflight", result)
     page = read(cfg)
     assert [row[0] for row in cells(page, "preflight")] == ["fail", "ok"]

@@ -72,7 +72,7 @@ def page(tmp_path_factory, rivals):
     cfg = load(None, [f"work={work}", *RIVAL_SETTINGS, f"evaluate.baseline={work / 'blank'}"])
     found = evaluate.run(cfg)
     reference.check_reference(cfg, work / "drafters" / "known", load_requests(cfg, "test")[0])
-    path = publish(cfg, found["weights_sha256"])
+    path = publish(cfg, found["drafter_sha256"])
     assert path is not None
     assert str(path) == found["report"], "evaluate has written it, too"
     return path

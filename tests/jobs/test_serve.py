@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from dflash.checkpoint import weights_sha256
+from dflash.checkpoint import drafter_sha256
 from dflash.target import target_id
 from jobs import serve
 from jobs.config import load
@@ -30,7 +30,7 @@ def test_auto_is_resolved_for_the_device_that_serves(cfg, monkeypatch):
 
 
 def verified(cfg, name, age, **changes):
-    found = {"weights_sha256": weights_sha256(cfg.target_path), "k_by_batch_size": [7, 3]}
+    found = {"drafter_sha256": drafter_sha256(cfg.target_path), "k_by_batch_size": [7, 3]}
     path = cfg.path("verified", f"{name}.json")
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(found | {"target_id": target_id(cfg.target_path)} | changes))
@@ -43,7 +43,7 @@ def test_k_is_what_the_latest_verify_of_these_weights_chose(cfg):
     assert serve.verified_k(cfg, folder) == []
     verified(cfg, "a", 30)
     verified(cfg, "b", 20, k_by_batch_size=[5])
-    verified(cfg, "c", 10, weights_sha256="other", k_by_batch_size=[1])
+    verified(cfg, "c", 10, drafter_sha256="other", k_by_batch_size=[1])
     assert serve.verified_k(cfg, folder) == [5]
     path = verified(cfg, "d", 0)
     path.write_text("{}")
