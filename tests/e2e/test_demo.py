@@ -1,4 +1,7 @@
-"""The whole loop on the real target and a real vLLM: killed on the way, continued, then reused."""
+"""The whole loop on the real target and a real vLLM, in both dtypes: what a CPU or GPU that
+multiplies bfloat16 computes in, and what others do. The float32 one is killed on the way, continued,
+then reused; the bfloat16 one is smaller, since a CPU without the instructions emulates it.
+"""
 
 import json
 import os
@@ -11,36 +14,54 @@ import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
-SETTINGS = [
-    "demo.tickets=80",
-    "demo.general=10",
-    "demo.max_tokens=64",
-    "train.steps=70",
-    "train.val_every=35",
+COMMON = [
     "train.checkpoint_every=20",
     "train.val_samples=8",
     "verify.repeats=1",
-    "verify.reference_requests=2",
-    "ingest.test_percent=15",
 ]
+SETTINGS = {
+    "float32": [
+        *COMMON,
+        "demo.tickets=80",
+        "demo.general=10",
+        "demo.max_tokens=64",
+        "train.steps=70",
+        "train.val_every=35",
+        "verify.reference_requests=2",
+        "ingest.test_percent=15",
+    ],
+    "bfloat16": [
+        *COMMON,
+        "demo.tickets=60",
+        "demo.general=5",
+        "demo.max_tokens=48",
+        "train.steps=50",
+        "train.val_every=50",
+        "verify.reference_requests=1",
+        "ingest.test_percent=20",
+    ],
+}
 
 
-def command(work):
-    return [sys.executable, "-m", "pipelines.demo", f"work={work}", *SETTINGS]
+def command(work, dtype):
+    settings = [f"work={work}", f"target.dtype={dtype}", *SETTINGS[dtype]]
+    return [sys.executable, "-m", "pipelines.demo", *settings]
 
 
-def run_demo(work, log):
+def run_demo(work, dtype, log):
     with open(log, "wb") as stream:
-        done = subprocess.run(command(work), stdout=subprocess.PIPE, stderr=stream, check=False)
+        done = subprocess.run(
+            command(work, dtype), stdout=subprocess.PIPE, stderr=stream, check=False
+        )
     assert done.returncode == 0, log.read_text(errors="replace")[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def kill_when(work, log, happened):
+def kill_when(work, dtype, log, happened):
     """Start the demo and SIGKILL its process group as soon as `happened()`."""
     with open(log, "wb") as stream:
         process = subprocess.Popen(
-            command(work), stdout=stream, stderr=stream, start_new_session=True
+            command(work, dtype), stdout=stream, stderr=stream, start_new_session=True
         )
     while not happened():
         assert process.poll() is None, log.read_text(errors="replace")[-3000:]
@@ -49,19 +70,25 @@ def kill_when(work, log, happened):
     process.wait()
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    return tmp_path_factory.mktemp("demo")
+@pytest.fixture(scope="module", params=list(SETTINGS))
+def dtype(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def summary(work):
-    """Killed while traffic flows, killed again while training, then left to finish."""
+def work(tmp_path_factory, dtype):
+    return tmp_path_factory.mktemp(f"demo-{dtype}")
+
+
+@pytest.fixture(scope="module")
+def summary(work, dtype):
+    """float32: killed while traffic flows, killed again while training, then left to finish."""
     captured = work / "capture"
-    kill_when(work, work / "first.log", lambda: _lines(captured) > 30)
-    kill_when(work, work / "second.log", lambda: any(work.glob("runs/*/step-*.pt")))
-    assert 90 <= _lines(captured) <= 92, "requests that were captured before were sent again"
-    return run_demo(work, work / "third.log")
+    if dtype == "float32":
+        kill_when(work, dtype, work / "first.log", lambda: _lines(captured) > 30)
+        kill_when(work, dtype, work / "second.log", lambda: any(work.glob("runs/*/step-*.pt")))
+        assert 90 <= _lines(captured) <= 92, "requests that were captured before were sent again"
+    return run_demo(work, dtype, work / "third.log")
 
 
 def _lines(folder):
@@ -70,20 +97,22 @@ def _lines(folder):
 
 def test_served_acceptance_is_the_replayed_one(summary):
     replayed, served = summary["tau_replay"], summary["tau_served"]
-    assert served["pooled"] == pytest.approx(replayed["pooled"], rel=0.02)
+    assert served["pooled"] == pytest.approx(replayed["pooled"], rel=0.01)
     for ours, theirs in zip(replayed["positions"], served["positions"], strict=True):
-        assert ours == pytest.approx(theirs, abs=0.02)
+        assert ours == pytest.approx(theirs, abs=0.02)  # some 150 rounds: three of them
     same = summary["same_text"]
+    assert same["requests"] == summary["requests"], "the served text is replayed, whatever it is"
     assert same["identical_rounds"] >= 0.9 * same["requests"]
 
 
 def test_replay_is_the_reference_decoder(summary):
-    assert summary["reference"]["identical"] == summary["reference"]["requests"] == 2
+    assert summary["reference"]["identical"] == summary["reference"]["requests"] >= 1
 
 
-def test_the_drafter_learned_and_never_changed_the_text(summary):
+def test_the_drafter_learned_and_never_changed_the_text(summary, dtype):
     assert summary["tau_first"]["pooled"] < 1.2
-    assert summary["tau_full_k"]["domains"]["tickets"] > 1.5
+    learned = {"float32": 1.5, "bfloat16": 1.2}[dtype]
+    assert summary["tau_full_k"]["domains"]["tickets"] > learned
     greedy = summary["greedy"]
     assert greedy["different"] == 0
     assert greedy["identical"] + greedy["near_ties"] == greedy["requests"] == summary["requests"]
@@ -98,8 +127,10 @@ def test_the_summary_has_what_the_readme_promises(summary, work):
     assert (work / summary["report"]).read_text().startswith("<!doctype html>")
 
 
-def test_a_second_run_reuses_everything(summary, work):
-    again = run_demo(work, work / "fourth.log")
+def test_a_second_run_reuses_everything(summary, work, dtype):
+    if dtype != "float32":
+        pytest.skip("the same code: once is enough")
+    again = run_demo(work, dtype, work / "fourth.log")
     assert again["tau_served"] == summary["tau_served"]
     assert again["seconds"]["total"] < 0.5 * summary["seconds"]["total"]
     assert again["seconds"]["train"] < 15
