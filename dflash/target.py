@@ -1,9 +1,8 @@
-"""The frozen target: its identity, its embedding and head, and one pass that reads its features.
+"""The frozen target: its embedding and head, and one pass that reads its features.
 
 Transformers is imported where a model is run: it takes seconds, and training never needs it.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -15,54 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from dflash.identity import target_id
+
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
-IDENTITY_FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "model.safetensors.index.json",
-)
-SAMPLE_BYTES = 1 << 20
 ROWS_PER_CHUNK = 256
-
-
-def target_id(folder: str | os.PathLike) -> str:
-    """Identity of a target folder: 16 hex digits over weights, config, tokenizer and template.
-
-    Weight files count with their header (names, shapes, offsets) and three samples of 1 MiB, so
-    that a re-quantised or further trained model under the same name differs, and a 140 GB model
-    is still identified in a second. Raises ValueError if the folder is not a model.
-    """
-    folder = Path(folder)
-    weights = sorted(folder.glob("*.safetensors"))
-    if not (folder / "config.json").is_file() or not weights:
-        raise ValueError(
-            f"{folder} is not a model folder: it needs config.json and *.safetensors "
-            "(set target.path, or run `flywheel target` for the small built-in one)"
-        )
-    digest = hashlib.sha256()
-    for name in IDENTITY_FILES:
-        path = folder / name
-        digest.update(f"{name}\0".encode())
-        digest.update(path.read_bytes() if path.is_file() else b"absent")
-    for path in weights:
-        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-        digest.update(_sample(path))
-    return digest.hexdigest()[:16]
-
-
-def _sample(path: Path) -> bytes:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = file.read(8 + int.from_bytes(file.read(8), "little"))
-        parts = [header]
-        for offset in (len(header), size // 2, max(0, size - SAMPLE_BYTES)):
-            file.seek(offset)
-            parts.append(file.read(SAMPLE_BYTES))
-    return b"".join(parts)
 
 
 def resolve_dtype(name: str, device: str = "cpu") -> torch.dtype:

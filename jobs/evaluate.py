@@ -31,7 +31,7 @@ from jobs.registry import resolve
 from jobs.regression import load_sets
 from jobs.report import publish
 from jobs.samples import load_requests
-from jobs.shape import drafter_config, target_fields
+from jobs.shape import drafter_config, none_of_target, target_fields
 from jobs.slices import Row, Walks
 from store.files import commit
 from store.ids import drafter_version, short_hash
@@ -74,10 +74,8 @@ def run(cfg: Config) -> dict[str, Any]:
     check_shape(cfg, folder)
     rows, requests = load_requests(cfg, cfg.evaluate.split, sampled=True)
     if not any(r.num_output > 1 for r in requests):
-        raise ValueError(
-            f"no {cfg.evaluate.split} sample of target {identity} in {cfg.path('traffic')}: "
-            "ingest more conversations or set evaluate.split"
-        )
+        fix = "ingest more conversations or set evaluate.split"
+        raise none_of_target(cfg, f"{cfg.evaluate.split} sample", fix)
     borrowed = load_borrowed(cfg.target_path, resolve_dtype(cfg.target.dtype))
     ours = Side(folder=folder, drafter=load_drafter(folder, borrowed[0].dtype))
     theirs = baseline_side(cfg, folder, borrowed[0].dtype)

@@ -22,7 +22,7 @@ from jobs.cluster import cluster
 from jobs.config import Config
 from jobs.console import print_table
 from jobs.serve import served_dtype
-from jobs.shape import target_taps
+from jobs.shape import none_of_target, target_taps
 from store.features import cache_key, encode
 from store.ids import short_hash
 from store.schemas import features_columns, features_schema
@@ -66,9 +66,7 @@ def run(cfg: Config) -> dict[str, Any]:
     sweep(folder)
     traffic = read_traffic(cfg.path("traffic"), identity)
     if traffic.num_rows == 0:
-        raise ValueError(
-            f"{cfg.path('traffic')} has no sample of target {identity}: run `flywheel ingest` first"
-        )
+        raise none_of_target(cfg, "sample", "run `flywheel ingest` first")
     columns = features_columns(cfg.harvest.top_k)
     done = set(read_dataset(folder, columns, columns=["sample_id"])["sample_id"].to_pylist())
     rows = traffic.select(["sample_id", "prompt_ids", "output_ids", "temperature"]).to_pylist()

@@ -26,7 +26,7 @@ from jobs.registry import resolve
 from jobs.report.methods import columns, lines
 from jobs.samples import load_rows
 from jobs.serve import server, verified_k
-from jobs.shape import target_config
+from jobs.shape import none_of_target, target_config
 from jobs.verify import (
     TIE_BOUND,
     as_request,
@@ -84,10 +84,8 @@ def run(cfg: Config) -> dict[str, Any]:
     rows = load_rows(cfg, cfg.evaluate.split)
     rows = [row for row in rows if len(row["output_ids"]) > 1]
     if not rows:
-        raise ValueError(
-            f"no greedy {cfg.evaluate.split} sample of this target in {cfg.path('traffic')}: "
-            "ingest more conversations or set evaluate.split"
-        )
+        fix = "ingest more conversations or set evaluate.split"
+        raise none_of_target(cfg, f"greedy {cfg.evaluate.split} sample", fix)
     path = result_path(cfg, methods, rows)
     if path.is_file():
         return read_json(path, ["stage"]) | {"reused": True}

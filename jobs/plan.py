@@ -22,7 +22,13 @@ from jobs.console import print_table
 from jobs.feed import GIB, TrainingSet, read_rows, training_set, val_rows
 from jobs.samples import captured_top_k, check_features
 from jobs.settings import split_identity
-from jobs.shape import drafter_config, export_dtype, target_config, target_fields
+from jobs.shape import (
+    drafter_config,
+    export_dtype,
+    none_of_target,
+    target_config,
+    target_fields,
+)
 from store.ids import short_hash
 
 PROCESS_BYTES = 700 << 20
@@ -45,10 +51,8 @@ def run_name(cfg: Config, shape: DrafterConfig) -> str:
     identity = target_id(cfg.target_path)
     train, val = ([_content(row) for row in read_rows(cfg, split)] for split in ("train", "val"))
     if not train:
-        raise ValueError(
-            f"{cfg.path('traffic')} has no training sample of target {identity}: "
-            "run `flywheel ingest` with more conversations"
-        )
+        fix = "run `flywheel ingest` with more conversations"
+        raise none_of_target(cfg, "training sample", fix)
     settings = run_settings(cfg)
     return f"drafter-{short_hash([identity, train, val, asdict(shape), settings])[:12]}"
 

@@ -7,8 +7,10 @@ import torch
 
 from dflash.checkpoint import stored_dtype
 from dflash.config import DrafterConfig, check_taps, default_taps
-from dflash.target import resolve_dtype
+from dflash.identity import legacy_target_id
+from dflash.target import resolve_dtype, target_id
 from jobs.config import Config
+from store.traffic import read_traffic
 
 
 def target_config(cfg: Config) -> dict[str, Any]:
@@ -17,6 +19,21 @@ def target_config(cfg: Config) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} is missing: set target.path, or run `flywheel target`")
     return json.loads(path.read_text())
+
+
+def none_of_target(cfg: Config, what: str, fix: str) -> ValueError:
+    """The error of a stage that finds no `what` ("test sample", say) of this target in traffic/.
+
+    Rows that an earlier version named by this folder's former identity are said to be just that.
+    """
+    identity, folder = target_id(cfg.target_path), cfg.path("traffic")
+    former = legacy_target_id(cfg.target_path)
+    if not read_traffic(folder, identity).num_rows and read_traffic(folder, former).num_rows:
+        fix = (
+            f"its samples were made under this folder's former id {former}, which did not cover "
+            "all bytes of the weights: run `flywheel ingest` again, on the logs they came from"
+        )
+    return ValueError(f"{folder} has no {what} of target {identity}: {fix}")
 
 
 def compute_device(cfg: Config) -> str:

@@ -35,7 +35,7 @@ from jobs.doctor import Check
 from jobs.endings import Endings, ask_endings, check_template
 from jobs.samples import load_requests
 from jobs.serve import served_dtype, server
-from jobs.shape import target_config
+from jobs.shape import none_of_target, target_config
 from jobs.verify import TIE_BOUND, as_request, dtype_name, table
 from serving.acceptance import rounds
 from serving.checks import check_drafter
@@ -129,10 +129,8 @@ def prepare(cfg: Config, folder: Path) -> Ours:
     chosen = [i for i, row in enumerate(rows) if len(row["output_ids"]) > 1]
     chosen = chosen[: cfg.preflight.requests]  # in order of a hash: as good as drawn
     if not chosen:
-        raise ValueError(
-            f"no greedy {cfg.evaluate.split} sample in {cfg.path('traffic')}: ingest more "
-            "conversations or set evaluate.split"
-        )
+        fix = "ingest more conversations or set evaluate.split"
+        raise none_of_target(cfg, f"greedy {cfg.evaluate.split} sample", fix)
     dtype = served_dtype(cfg)
     target, drafter = load_target(cfg.target_path, dtype), load_drafter(folder, dtype)
     return Ours(

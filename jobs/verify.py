@@ -27,6 +27,7 @@ from jobs.registry import resolve
 from jobs.report import publish
 from jobs.samples import load_requests
 from jobs.serve import served_dtype, server
+from jobs.shape import none_of_target
 from jobs.slices import taus_by_slice
 from serving.acceptance import served_row
 from serving.client import Completion, Request, Speed, compare_speed, complete
@@ -151,10 +152,9 @@ def speed_domain(cfg: Config, rows: list[Row]) -> str:
     """verify.domain, else the one with the most held-out samples. ValueError if it has none."""
     names = domains(rows)
     if not names:
-        raise ValueError(
-            f"no greedy {cfg.evaluate.split} sample with more than one token in "
-            f"{cfg.path('traffic')}: send some requests with temperature 0, or set evaluate.split"
-        )
+        what = f"greedy {cfg.evaluate.split} sample of more than one token"
+        fix = "send some requests with temperature 0, or set evaluate.split"
+        raise none_of_target(cfg, what, fix)
     if not cfg.verify.domain:
         return max(names, key=[row["domain"] for row in rows].count)
     if cfg.verify.domain not in names:
