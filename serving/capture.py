@@ -4,30 +4,35 @@
 
 Every choice of /v1/chat/completions and /v1/completions becomes one JSON line; no text is kept.
 The request is changed in one way: `return_token_ids` is set, so clients see token ids they may not
-have asked for. Responses pass through as they are, streams unbuffered. Parsing and writing happen
-in a thread behind a queue of bounded bytes; when it is full, records are dropped and counted, and
-nothing that fails here reaches a request. Counts by outcome: `flywheel_capture_total` in /metrics.
+have asked for; with a tool or reasoning parser a stream then also has a chunk for tokens that show
+no text. Responses pass through as they are, streams unbuffered. What cannot be recorded is served
+untouched and counted: OUTCOMES, `flywheel_capture_total` in /metrics.
+
+On the event loop a request costs one scan of its bytes (serving/capture_request.py). Parsing of
+answers and writing happen in a thread behind a queue of bounded bytes; when it is full, records are
+dropped and counted, and nothing that fails here reaches a request.
 
 Environment: FLYWHEEL_CAPTURE_DIR; FLYWHEEL_CAPTURE_SAMPLE, the share of conversations kept
 (default 1); FLYWHEEL_CAPTURE_TARGET_ID and FLYWHEEL_CAPTURE_DRAFTER, copied into the records.
 Headers: X-Flywheel-Conversation, -Domain, -Tenant, -Language, -Consent (or the same names in the
-body's `metadata`). Consent "false", "no" or "0" means: not recorded.
+body's `metadata`). Any consent that is not a clear yes (store/consent.py) means: not recorded.
 """
 
 import contextlib
-import json
 import logging
 import os
 import socket
 import zlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import Counter
 
-from serving.capture_writer import Exchange, Writer
+from serving import capture_request
+from serving.capture_request import Asked
+from serving.capture_writer import Exchange, OncePerMinute, Writer
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -36,13 +41,38 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-LABELS = ("conversation", "domain", "language", "tenant", "consent")
+NOT_CAPTURED = (
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/inference/v1/generate",
+    "/cohere/v2/chat",
+    "/invocations",
+    "/v1/systemone",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+)
+"""Endpoints of vLLM that generate as well. Their answers are only counted."""
+OUTCOMES = {
+    "written": "records",
+    "no_consent": "requests whose owner did not agree",
+    "not_sampled": "requests outside FLYWHEEL_CAPTURE_SAMPLE",
+    "not_captured": "requests to another endpoint, with echo, with pictures, without a JSON object",
+    "not_ok": "requests that failed",
+    "no_ids": "choices without token ids (hidden reasoning)",
+    "ids_incomplete": "choices with other than the counted number of token ids",
+    "dropped": "answers that found the queue full, or were larger than 64 MiB",
+    "not_written": "records that the file system refused",
+    "failed": "faults of the capture itself",
+}
 MAX_RESPONSE_BYTES = 64 << 20
-REFUSALS = {"false", "no", "0"}
 
-OUTCOMES = Counter(
+_outcomes = Counter(
     "flywheel_capture", "Traffic capture: requests and records by outcome", ["outcome"]
 )
+for _name in OUTCOMES:  # a zero can be seen, a missing line cannot
+    _outcomes.labels(_name)
+_faulty = OncePerMinute()
 logger = logging.getLogger("vllm.flywheel.capture")
 
 
@@ -65,60 +95,67 @@ class Capture:
                 await self.app(scope, receive, send)
             finally:
                 self.writer.close()
-        elif _is_captured(scope):
-            await self._serve(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+            return
+        route = _route(scope)
+        if route in ENDPOINTS:
+            await self._serve(scope, receive, send, route)
+            return
+        if route in NOT_CAPTURED:
+            _count("not_captured")
+        await self.app(scope, receive, send)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, route: str) -> None:
         messages = await _read_body(receive)
-        request = _parse(messages)
-        labels = _labels(scope, request) if request is not None else {}
-        if request is None or not self._wants(labels):
+        body = b"".join(message.get("body", b"") for message in messages)
+        asked = None
+        with _never_raising():
+            asked = self._wanted(scope, body)
+        if asked is None:
             await self.app(scope, _replay(messages, receive), send)
             return
-        scope, messages = _with_token_ids(scope, request)
+        adapter = _adapter(scope, asked)
         recorder = _Recorder(send)
+        scope, messages = _with_token_ids(scope, body)
         try:
             await self.app(scope, _replay(messages, receive), recorder)
         finally:
             with _never_raising():
-                self._submit(scope, request, labels, recorder)
+                self._submit(scope, asked, adapter or _adapter(scope, asked), recorder, route)
 
-    def _wants(self, labels: dict[str, str | None]) -> bool:
-        if (labels["consent"] or "").lower() in REFUSALS:
+    def _wanted(self, scope: Scope, body: bytes) -> Asked | None:
+        """The request if it is to be recorded; None, and counted, if not."""
+        try:
+            asked = capture_request.read(scope["headers"], body, _text_only(scope))
+        except (ValueError, RecursionError):
+            asked = None
+        if asked is not None and not asked.consents:
             _count("no_consent")
-            return False
-        conversation = labels["conversation"] or os.urandom(8).hex()
-        kept = zlib.crc32(conversation.encode()) < self.sample * 2**32
-        if not kept:
+        elif asked is None or not asked.plain:
+            _count("not_captured")
+        elif not _is_sampled(asked.labels["conversation"], self.sample):
             _count("not_sampled")
-        return kept
+        else:
+            return asked
+        return None
 
     def _submit(
-        self,
-        scope: Scope,
-        request: dict[str, Any],
-        labels: dict[str, str | None],
-        recorder: "_Recorder",
+        self, scope: Scope, asked: Asked, adapter: str | None, recorder: "_Recorder", route: str
     ) -> None:
         if recorder.status != 200:
             _count("not_ok")
         elif recorder.size > MAX_RESPONSE_BYTES:
             _count("dropped")
         else:
-            exchange = Exchange(
-                captured_at=datetime.now(UTC).isoformat(),
-                endpoint=scope["path"],
-                request=request,
-                labels=labels,
-                constants=self.constants | {"adapter": _adapter(scope, request)},
-                defaults=_sampling_defaults(scope),
-                chunks=recorder.chunks,
-                complete=recorder.complete,
-            )
-            if not self.writer.put(exchange, recorder.size):
-                logger.warning("capture queue is full: a record is dropped")
+            record = {
+                "v": 1,
+                "captured_at": datetime.now(UTC).isoformat(),
+                "endpoint": route,
+                **asked.record(_sampling_defaults(scope)),
+                **self.constants,
+                "adapter": adapter,
+            }
+            exchange = Exchange(record=record, chunks=recorder.chunks, complete=recorder.complete)
+            self.writer.put(exchange, recorder.size)
 
 
 class _Recorder:
@@ -144,8 +181,16 @@ class _Recorder:
             self.complete = not message.get("more_body", False)
 
 
-def _is_captured(scope: Scope) -> bool:
-    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in ENDPOINTS
+def _route(scope: Scope) -> str:
+    """The path of a POST as the server's routes know it, "" for everything else.
+
+    A proxy may leave the server's --root-path in front of it.
+    """
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return ""
+    path: str = scope["path"]
+    rest = path.removeprefix(scope.get("root_path", ""))
+    return rest if rest.startswith("/") else path
 
 
 async def _read_body(receive: Receive) -> list[Message]:
@@ -166,41 +211,55 @@ def _replay(messages: list[Message], receive: Receive) -> Receive:
     return next_message
 
 
-def _parse(messages: list[Message]) -> dict[str, Any] | None:
-    """The request as a dict; None for whatever the server will refuse anyway."""
-    try:
-        request = json.loads(b"".join(message.get("body", b"") for message in messages))
-    except ValueError:
-        return None
-    return request if isinstance(request, dict) else None
-
-
-def _with_token_ids(scope: Scope, request: dict[str, Any]) -> tuple[Scope, list[Message]]:
-    body = json.dumps(request | {"return_token_ids": True}).encode()
+def _with_token_ids(scope: Scope, body: bytes) -> tuple[Scope, list[Message]]:
+    body = capture_request.with_token_ids(body)
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
     headers.append((b"content-length", str(len(body)).encode()))
     return {**scope, "headers": headers}, [{"type": "http.request", "body": body}]
 
 
-def _labels(scope: Scope, request: dict[str, Any]) -> dict[str, str | None]:
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    metadata = request.get("metadata")
-    metadata = metadata if isinstance(metadata, dict) else {}
-    found = {name: headers.get(f"x-flywheel-{name}", metadata.get(name)) for name in LABELS}
-    return {name: None if value is None else str(value) for name, value in found.items()}
+def _state(scope: Scope, name: str) -> Any:
+    """What vLLM's server keeps under that name; None if it is another application."""
+    return getattr(getattr(scope.get("app"), "state", None), name, None)
 
 
-def _adapter(scope: Scope, request: dict[str, Any]) -> str | None:
-    """The LoRA adapter that vLLM serves under the requested model name, if it is one."""
-    models = getattr(getattr(scope.get("app"), "state", None), "openai_serving_models", None)
-    name = request.get("model")
-    return name if name in getattr(models, "lora_requests", {}) else None
+def _adapter(scope: Scope, asked: Asked) -> str | None:
+    """The LoRA adapter that vLLM serves under the requested model name, if it is one now."""
+    name = asked.fields.get("model")
+    adapters = getattr(_state(scope, "openai_serving_models"), "lora_requests", {})
+    return name if isinstance(name, str) and name in adapters else None
+
+
+def _text_only(scope: Scope) -> bool:
+    """Whether the server takes nothing but text, so that no request has to be searched for more."""
+    model = getattr(_state(scope, "vllm_config"), "model_config", None)
+    return model is not None and not (model.is_multimodal_model or model.enable_prompt_embeds)
 
 
 def _sampling_defaults(scope: Scope) -> dict[str, Any]:
-    """What vLLM samples with where a request is silent (the model's generation_config.json)."""
-    chat = getattr(getattr(scope.get("app"), "state", None), "openai_serving_chat", None)
-    return dict(getattr(chat, "default_sampling_params", {}))
+    """What vLLM samples with where a request is silent, and does to every choice.
+
+    From the model's generation_config.json, --override-generation-config, --logits-processors and
+    --tool-strict-level; store.shaping reads it.
+    """
+    chat = _state(scope, "openai_serving_chat")
+    completion = _state(scope, "openai_serving_completion")
+    defaults = dict(getattr(chat or completion, "default_sampling_params", {}))
+    model = getattr(_state(scope, "vllm_config"), "model_config", None)
+    parser = getattr(chat, "parser_cls", None)
+    tools = getattr(parser, "tool_parser_cls", None)
+    strict = getattr(parser, "tool_strict_level", 0)
+    strict = strict or getattr(tools, "default_tool_strict_level", None)
+    return defaults | {
+        "logits_processors": getattr(model, "logits_processors", None) or None,
+        "tool_strict": bool(strict),
+    }
+
+
+def _is_sampled(conversation: str | None, share: float) -> bool:
+    """The same for all requests of a conversation; by chance where a request names none."""
+    name = conversation or os.urandom(8).hex()
+    return zlib.crc32(name.encode()) < share * 2**32
 
 
 def _share(text: str) -> float:
@@ -222,14 +281,15 @@ def _new_file(folder: str) -> Path:
 
 
 def _count(outcome: str, amount: int = 1) -> None:
-    OUTCOMES.labels(outcome).inc(amount)
+    _outcomes.labels(outcome).inc(amount)
 
 
 @contextlib.contextmanager
-def _never_raising() -> Any:
+def _never_raising() -> Iterator[None]:
     """A fault of the capture is logged and counted; the request it happened in goes on."""
     try:
         yield
     except Exception:  # whatever it is, a served request comes first
         _count("failed")
-        logger.exception("capture failed")
+        if times := _faulty.due():
+            logger.exception("capture failed %d times", times)

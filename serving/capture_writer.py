@@ -1,60 +1,107 @@
 """From finished exchanges to JSON lines, in one thread behind a queue of bounded bytes."""
 
-import json
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 MAX_QUEUE_BYTES = 256 << 20
-# vLLM's own defaults where neither the request nor the model's generation config says anything.
-DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+WARN_SECONDS = 60.0
 logger = logging.getLogger("vllm.flywheel.capture")
+
+
+class Choice(msgspec.Struct):
+    """One choice of an answer, or a part of it in a stream."""
+
+    index: int = 0
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+
+
+class Usage(msgspec.Struct):
+    """vLLM's own count, over all choices."""
+
+    completion_tokens: int | None = None
+
+
+class Answer(msgspec.Struct):
+    """What is read of a response, or of one event of a stream; the rest is skipped unseen."""
+
+    id: str | None = None
+    prompt_token_ids: list[int] | None = None
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    metrics: dict[str, Any] | None = None
+
+
+_answer = msgspec.json.Decoder(Answer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """One request and the raw bytes of its answer."""
+    """What is known of one request, and the raw bytes of its answer."""
 
-    captured_at: str  # ISO 8601, UTC
-    endpoint: str
-    request: dict[str, Any]
-    labels: dict[str, str | None]  # serving.capture.LABELS
-    constants: dict[str, str | None]  # target_id, drafter, adapter
-    defaults: dict[str, Any]  # sampling parameters of a request that names none
+    record: dict[str, Any]  # what the records of all its choices share
     chunks: list[bytes]
     complete: bool  # False: the client went away
+
+
+class OncePerMinute:
+    """What may happen with every request is logged once a minute, with how often it happened."""
+
+    def __init__(self) -> None:
+        self._next, self._unsaid = 0.0, 0
+
+    def due(self) -> int:
+        """How many there were since the last line, this one included; 0 if it is too early."""
+        self._unsaid += 1
+        if time.monotonic() < self._next:
+            return 0
+        self._next = time.monotonic() + WARN_SECONDS
+        said, self._unsaid = self._unsaid, 0
+        return said
 
 
 class Writer:
     """Appends the records of exchanges to one file; `count(outcome, n)` hears what became of each.
 
-    Outcomes: written (lines), dropped (queue full), no_ids (an answer without token ids), failed.
+    Outcomes: written (lines), dropped (queue full), no_ids (a choice without token ids),
+    ids_incomplete (fewer or more ids than tokens that vLLM counted), not_written (the file system
+    refused: full, read-only, gone), failed (a fault of ours).
     """
 
     def __init__(self, path: Path, count: Callable[[str, int], None]) -> None:
         self.path = path
         self.count = count
+        self._torn = False
         self._waiting: deque[tuple[Exchange, int]] = deque()
         self._bytes = 0
         self._closed = False
+        self._full, self._refused, self._faulty = (OncePerMinute() for _ in range(3))
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
         self._thread.start()
 
-    def put(self, exchange: Exchange, size: int) -> bool:
-        """Queue an exchange of `size` bytes; False (and counted) if there is no room."""
+    def put(self, exchange: Exchange, size: int) -> None:
+        """Queue an exchange of `size` bytes; dropped and counted if there is no room."""
         with self._changed:
             if self._closed or self._bytes + size > MAX_QUEUE_BYTES:
                 self.count("dropped", 1)
-                return False
+                if times := self._full.due():
+                    logger.warning("the capture's queue is full: %d answers dropped", times)
+                return
             self._waiting.append((exchange, size))
             self._bytes += size
             self._changed.notify()
-            return True
 
     def close(self) -> None:
         """Write what is queued and stop."""
@@ -69,7 +116,8 @@ class Writer:
                 self._write(exchange)
             except Exception:  # one bad exchange must not end the capture
                 self.count("failed", 1)
-                logger.exception("capture failed")
+                if times := self._faulty.due():
+                    logger.exception("capture failed %d times", times)
             with self._changed:
                 self._bytes -= size
 
@@ -83,87 +131,95 @@ class Writer:
             yield item
 
     def _write(self, exchange: Exchange) -> None:
-        rows = list(records(exchange))
+        rows, tokens = records(exchange)
         usable = [row for row in rows if row["prompt_ids"] and row["output_ids"]]
-        # Opened for each exchange: the bytes are complete lines whenever somebody reads the file.
-        with open(self.path, "ab") as stream:
-            stream.write(b"".join(json.dumps(row).encode() + b"\n" for row in usable))
-        self.count("written", len(usable))
         self.count("no_ids", len(rows) - len(usable))
+        if tokens not in (None, sum(len(row["output_ids"]) for row in usable)) and usable:
+            self.count("ids_incomplete", len(usable))
+            return
+        try:
+            self._append(b"".join(msgspec.json.encode(row) + b"\n" for row in usable))
+            self.count("written", len(usable))
+        except OSError as error:
+            self.count("not_written", len(usable))
+            if times := self._refused.due():
+                logger.warning("captured answers lost: %d, %s", times, error)
+
+    def _append(self, lines: bytes) -> None:
+        """Add whole lines, or nothing: a part that a full disk took is cut off again."""
+        if not lines:
+            return
+        # Opened for each exchange: the file, or its folder, may have been moved away.
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab", buffering=0) as stream:
+            end = stream.tell()
+            rest = memoryview(b"\n" + lines if self._torn else lines)
+            self._torn = True
+            try:
+                while rest:
+                    rest = rest[stream.write(rest) :]
+            except OSError:
+                _cut(stream, end)
+                self._torn = False
+                raise
+            self._torn = False
 
 
-def records(exchange: Exchange) -> Iterator[dict[str, Any]]:
-    """One record per choice. A choice without a finish reason is `abort`: its client went away."""
-    request = exchange.request
-    answer = _answer(exchange)
-    sampling = {name: _sampling(exchange, name) for name in DEFAULTS}
-    template = request.get("chat_template_kwargs") or {}
-    for index, choice in sorted(answer["choices"].items()):
-        yield {
-            "v": 1,
-            "captured_at": exchange.captured_at,
-            "request_id": answer["id"],
-            "endpoint": exchange.endpoint,
-            "model": request.get("model"),
-            "choice": index,
-            "prompt_ids": choice["prompt_ids"] or answer["prompt_ids"],
-            "output_ids": choice["output_ids"],
-            "finish_reason": choice["finish_reason"] or "abort",
-            "stop_reason": choice["stop_reason"],
-            **sampling,
-            "seed": request.get("seed"),
-            "max_tokens": request.get("max_completion_tokens") or request.get("max_tokens"),
-            "stream": bool(request.get("stream")),
-            "conversation_id": exchange.labels["conversation"],
-            "domain": exchange.labels["domain"],
-            "language": exchange.labels["language"],
-            "tenant": exchange.labels["tenant"],
-            "consent": exchange.labels["consent"],
-            "thinking": template.get("enable_thinking"),
-            **exchange.constants,
-            "spec": answer["spec"],
-        }
+def _cut(stream: FileIO, end: int) -> None:
+    stream.truncate(end)
 
 
-def _sampling(exchange: Exchange, name: str) -> Any:
-    value = exchange.request.get(name)
-    return exchange.defaults.get(name, DEFAULTS[name]) if value is None else value
+def records(exchange: Exchange) -> tuple[list[dict[str, Any]], int | None]:
+    """(one record per choice, vLLM's count of output tokens over all of them if it was sent).
 
-
-def _answer(exchange: Exchange) -> dict[str, Any]:
-    """{id, prompt_ids, spec, choices: {index: ...}} merged from all parts of the response.
-
-    A whole response is a stream of one part. `spec` is null for streams whose client did not ask
-    for usage (vLLM puts the metrics there) and for n > 1.
+    A choice without a finish reason is `abort`: its client went away. `spec` is null for streams
+    whose client did not ask for usage (vLLM puts the metrics there) and for n > 1.
     """
-    answer: dict[str, Any] = {"id": None, "prompt_ids": None, "spec": None, "choices": {}}
+    name, prompt, spec, tokens = None, None, None, None
+    choices: dict[int, Choice] = {}
     for part in _parts(exchange):
-        answer["id"] = part.get("id", answer["id"])
-        answer["prompt_ids"] = part.get("prompt_token_ids") or answer["prompt_ids"]
-        answer["spec"] = (part.get("metrics") or {}).get("speculative_decoding") or answer["spec"]
-        for choice in part.get("choices", []):
-            _merge(answer["choices"], choice)
-    return answer
+        name = part.id or name
+        prompt = part.prompt_token_ids or prompt
+        spec = (part.metrics or {}).get("speculative_decoding") or spec
+        # In a stream usage may come with every choice, and counts that choice alone.
+        if part.usage is not None and not (exchange.record["stream"] and part.choices):
+            tokens = part.usage.completion_tokens
+        for choice in part.choices:
+            _merge(choices, choice)
+    rows = [
+        exchange.record
+        | {
+            "request_id": name,
+            "choice": index,
+            "prompt_ids": choice.prompt_token_ids or prompt,
+            "output_ids": choice.token_ids,
+            "finish_reason": choice.finish_reason or "abort",
+            "stop_reason": choice.stop_reason,
+            "spec": spec,
+        }
+        for index, choice in sorted(choices.items())
+    ]
+    return rows, tokens
 
 
-def _merge(choices: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
-    empty = {"prompt_ids": None, "output_ids": [], "finish_reason": None, "stop_reason": None}
-    choice = choices.setdefault(part.get("index", 0), empty)
-    choice["prompt_ids"] = part.get("prompt_token_ids") or choice["prompt_ids"]
-    choice["output_ids"] += part.get("token_ids") or []
-    for name in ("finish_reason", "stop_reason"):
-        if part.get(name) is not None:
-            choice[name] = part[name]
+def _merge(choices: dict[int, Choice], part: Choice) -> None:
+    choice = choices.setdefault(part.index, Choice(part.index, token_ids=[]))
+    assert choice.token_ids is not None
+    choice.token_ids += part.token_ids or []
+    for name in ("prompt_token_ids", "finish_reason", "stop_reason"):
+        if getattr(part, name) is not None:
+            setattr(choice, name, getattr(part, name))
 
 
-def _parts(exchange: Exchange) -> Iterator[dict[str, Any]]:
+def _parts(exchange: Exchange) -> Iterator[Answer]:
+    """A whole response is a stream of one part; an aborted one has no usable part."""
     body = b"".join(exchange.chunks)
-    if not exchange.request.get("stream"):
-        if exchange.complete:  # an aborted whole response has no usable part
-            yield json.loads(body)
+    if not exchange.record["stream"]:
+        if exchange.complete:
+            yield _answer.decode(body)
         return
     events = body.split(b"\n\n")
     for event in events[:-1]:  # after the last separator: nothing, or an event cut by an abort
         data = event.removeprefix(b"data: ")
         if data.startswith(b"{"):
-            yield json.loads(data)
+            yield _answer.decode(data)

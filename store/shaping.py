@@ -3,6 +3,13 @@
 A greedy answer under a penalty, a grammar or a bias is not the target's argmax, and need not be:
 replay stays right for it (the recorded token is the verdict), a check of identity does not. So the
 capture and ingest write down the names, and whoever compares with the argmax leaves such rows out.
+
+Every field of vLLM 0.32's ChatCompletionRequest and CompletionRequest was looked at. These change
+no choice, only the prompt, when the text ends or how it is shown: stop and stop_token_ids,
+ignore_eos (the end token still comes where it is the argmax), repetition_detection, max_tokens,
+truncate_prompt_tokens, skip_special_tokens, logprobs, seed, n (each choice is a sample of its own),
+length_penalty (beam search only), reasoning_effort, chat_template_kwargs. temperature, top_p and
+top_k have columns of their own. An adapter is another model, not a shape (column `adapter`).
 """
 
 from collections.abc import Mapping
@@ -13,44 +20,77 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "logit_bias": ({},),
-    "min_p": (0.0,),
-    "min_tokens": (0,),
+    "min_p": (0.0,),  # keeps the argmax: left out at temperature 0
+    "min_tokens": (0,),  # forbids the end token for so long
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "logits_processors": ([],),
     "structured_outputs": (),
+    "use_beam_search": (False,),
+    "thinking_token_budget": (-1,),  # forces the end of thinking
+    "vllm_xargs": ({},),  # for logits processors of the server's own; nobody knows what they do
+    "logits_processors": ([],),  # in `defaults`: those the server was started with
+    # Gone and ignored in vLLM 0.32; logs of older servers hold them.
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": ([],),
     "guided_grammar": (),
-    "use_beam_search": (False,),
-    "truncate_prompt_tokens": (),
-    "ignore_eos": (False,),
-    "thinking_token_budget": (),
-    "vllm_xargs": ({},),
 }
 """Fields of a request (OpenAI's and vLLM's) -> their values that change nothing; absent and null
 never do."""
-SHAPING_FORMATS = ("json_object", "json_schema", "structural_tag", "regex", "grammar", "choice")
+FIELDS = (
+    *NEUTRAL,
+    "temperature",
+    "response_format",
+    "tool_choice",
+    "tools",
+    "parallel_tool_calls",
+)
+"""All that `shaped_by` reads of a request."""
 
 
 def shaped_by(request: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """Sorted names of what shaped the answer; [] for the plain choice of the target.
 
     defaults: the server's own sampling defaults (its generation_config.json), in force where the
-    request says nothing. n > 1 is no shaping: each choice is a sample of its own.
+    request says nothing; "tool_strict" in it says that the server constrains every tool call.
+    What cannot be told from a request: a grammar that the server adds to all of them (vLLM does so
+    for targets served with Mistral's own tokenizer).
     """
-    found = set()
-    for name, neutral in NEUTRAL.items():
-        value = request.get(name)
-        value = defaults.get(name) if value is None else value
-        if value is not None and value not in neutral:
-            found.add(name)
+
+    def value(name: str) -> Any:
+        return defaults.get(name) if request.get(name) is None else request[name]
+
+    found = {name for name, neutral in NEUTRAL.items() if not _is_one_of(value(name), neutral)}
+    if _is_one_of(value("temperature"), (0.0,)) and value("temperature") is not None:
+        found.discard("min_p")
     kind = request.get("response_format")
     kind = kind.get("type") if isinstance(kind, Mapping) else kind
-    if kind in SHAPING_FORMATS:
+    if kind not in (None, "text"):
         found.add("response_format")
     choice = request.get("tool_choice")
     if choice == "required" or isinstance(choice, Mapping):
         found.add("tool_choice")
+    elif choice != "none" and request.get("tools"):
+        single = request.get("parallel_tool_calls") is False
+        if single or defaults.get("tool_strict") or _any_strict(request["tools"]):
+            found.add("tools")
     return sorted(found)
+
+
+def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value is absent or neutral; "1.0" is 1.0, as vLLM reads it."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return False
+    return value is None or value in neutral
+
+
+def _any_strict(tools: Any) -> bool:
+    """Whether a tool asks for `strict`, for which vLLM builds a grammar of its calls."""
+    for tool in tools if isinstance(tools, list) else []:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping) and function.get("strict"):
+            return True
+    return False

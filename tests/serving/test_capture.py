@@ -3,12 +3,14 @@
 import asyncio
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
-from serving import capture, capture_writer
+from serving import capture, capture_request, capture_writer
 
 PROMPT = [1, 5, 6]
+ASK = {"model": "m", "messages": [{"role": "user", "content": "secret"}]}
 CHAT = {
     "id": "chatcmpl-1",
     "prompt_token_ids": PROMPT,
@@ -57,7 +59,9 @@ class FakeServer:
             await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
-def exchange(app, request, *, path="/v1/chat/completions", headers=(), parts=1):
+def exchange(
+    app, request, *, path="/v1/chat/completions", headers=(), parts=1, root="", server=None
+):
     """One request through `app`, its body in `parts` messages; the response messages."""
     body = request if isinstance(request, bytes) else json.dumps(request).encode()
     cuts = [len(body) * i // parts for i in range(parts + 1)]
@@ -74,8 +78,9 @@ def exchange(app, request, *, path="/v1/chat/completions", headers=(), parts=1):
         sent.append(message)
 
     raw = [(b"content-length", str(len(body)).encode())]
-    raw += [(name.lower().encode(), value.encode()) for name, value in headers]
+    raw += [(n.lower().encode(), v if isinstance(v, bytes) else v.encode()) for n, v in headers]
     scope = {"type": "http", "method": "POST", "path": path, "headers": raw}
+    scope |= {"root_path": root, "app": server}
     asyncio.run(app(scope, receive, send))
     return sent
 
@@ -95,8 +100,15 @@ def lines(middleware):
 
 
 def outcomes():
-    samples = [s for metric in capture.OUTCOMES.collect() for s in metric.samples]
+    samples = [s for metric in capture._outcomes.collect() for s in metric.samples]
     return {s.labels["outcome"]: s.value for s in samples if s.name.endswith("_total")}
+
+
+@pytest.fixture
+def counted():
+    """What was counted since the test began, without the zeros."""
+    before = outcomes()
+    return lambda: {k: n - before[k] for k, n in outcomes().items() if n != before[k]}
 
 
 def test_every_choice_is_a_line_and_ids_are_forced(make):
@@ -130,7 +142,7 @@ def test_stream_passes_unbuffered_and_its_ids_are_joined(make):
 def test_aborted_stream_keeps_what_was_sent(make):
     middleware = make(FakeServer(STREAM, fail_after=2))
     with pytest.raises(asyncio.CancelledError):
-        exchange(middleware, {"stream": True})
+        exchange(middleware, ASK | {"stream": True})
     [row] = lines(middleware)
     assert (row["output_ids"], row["finish_reason"]) == ([7], "abort")
 
@@ -139,7 +151,7 @@ def test_aborted_whole_answer_gives_nothing(make):
     body = json.dumps(CHAT).encode()
     middleware = make(FakeServer([body[:40], body[40:]], fail_after=1))
     with pytest.raises(asyncio.CancelledError):
-        exchange(middleware, {})
+        exchange(middleware, ASK)
     assert lines(middleware) == []
 
 
@@ -153,21 +165,12 @@ def test_completions_carry_prompt_ids_per_choice(make):
     assert [row["prompt_ids"] for row in lines(middleware)] == [[4, 1], [4, 2]]
 
 
-META = {"domain": "sql", "tenant": 3, "language": "de"}
-
-
 def test_metadata_labels_and_the_models_sampling_defaults():
-    exchange_ = capture_writer.Exchange(
-        captured_at="t",
-        endpoint="/v1/chat/completions",
-        request={"temperature": None, "top_k": 5},
-        labels=capture._labels({"headers": []}, {"metadata": META}),
-        constants={},
-        defaults={"temperature": 0.6, "top_k": 20},
-        chunks=[json.dumps(CHAT).encode()],
-        complete=True,
-    )
-    row = next(capture_writer.records(exchange_))
+    meta = {"domain": "sql", "tenant": 3, "language": "de"}
+    body = json.dumps({"temperature": None, "top_k": 5, "metadata": meta}).encode()
+    asked = capture_request.read([], body)
+    assert asked is not None
+    row = asked.record({"temperature": 0.6, "top_k": 20})
     assert (row["domain"], row["tenant"], row["conversation_id"]) == ("sql", "3", None)
     assert row["language"] == "de"
     assert (row["temperature"], row["top_k"], row["top_p"]) == (0.6, 5, 1.0)
@@ -180,16 +183,6 @@ def test_other_endpoints_are_left_alone(make, path):
     exchange(middleware, {"a": 1}, path=path)
     assert server.request == {"a": 1}
     assert lines(middleware) == []
-
-
-def test_refused_consent_is_served_unchanged_and_not_recorded(make):
-    server = FakeServer([json.dumps(CHAT).encode()])
-    middleware = make(server)
-    before = outcomes().get("no_consent", 0)
-    exchange(middleware, {"model": "m"}, headers=[("X-Flywheel-Consent", "False")])
-    assert server.request == {"model": "m"}
-    assert lines(middleware) == []
-    assert outcomes()["no_consent"] == before + 1
 
 
 def test_sampling_keeps_or_drops_whole_conversations(make, monkeypatch):
@@ -216,41 +209,59 @@ def test_what_is_no_request_reaches_the_server_as_it_is(make, body):
     assert lines(middleware) == []
 
 
-def test_error_answers_and_answers_without_ids_are_counted_not_written(make):
-    before = outcomes()
+def test_error_answers_and_answers_without_ids_are_counted_not_written(make, counted):
     for server in (
         FakeServer([b'{"error": "no"}'], status=400),
         FakeServer([b'{"id": "x", "choices": [{"index": 0, "finish_reason": "stop"}]}']),
         FakeServer([b"not json"]),
     ):
         middleware = make(server)
-        exchange(middleware, {})
+        exchange(middleware, ASK)
         assert lines(middleware) == []
-    after = outcomes()
-    for outcome in ("not_ok", "no_ids", "failed"):
-        assert after[outcome] == before.get(outcome, 0) + 1
+    assert counted() == {"not_ok": 1, "no_ids": 1, "failed": 1}
 
 
-def test_a_full_queue_drops_and_counts_and_the_request_goes_on(make, monkeypatch):
+@pytest.mark.parametrize(("tokens", "outcome"), [(4, "written"), (5, "ids_incomplete")])
+def test_an_answer_with_fewer_ids_than_vllm_counted_is_not_written(make, counted, tokens, outcome):
+    answer = CHAT | {"usage": {"completion_tokens": tokens}}
+    middleware = make(FakeServer([json.dumps(answer).encode()]))
+    exchange(middleware, ASK)
+    assert len(lines(middleware)) == (2 if outcome == "written" else 0)
+    assert counted() == {outcome: 2}
+
+
+def test_usage_in_every_event_of_a_stream_counts_one_choice(make, counted):
+    events = [
+        _event({"choices": [_delta([7])], "usage": {"completion_tokens": 1}}),
+        _event({"choices": [_delta([8, 2], "stop")], "usage": {"completion_tokens": 3}}),
+        _event({"choices": [], "usage": {"completion_tokens": 3}}),
+    ]
+    middleware = make(FakeServer([STREAM[0], *events, b"data: [DONE]\n\n"]))
+    exchange(middleware, ASK | {"stream": True})
+    assert [row["output_ids"] for row in lines(middleware)] == [[7, 8, 2]]
+    assert counted() == {"written": 1}
+
+
+def test_a_full_queue_drops_and_counts_and_the_request_goes_on(make, monkeypatch, counted):
     monkeypatch.setattr(capture_writer, "MAX_QUEUE_BYTES", 10)
     middleware = make(FakeServer([json.dumps(CHAT).encode()]))
-    before = outcomes().get("dropped", 0)
-    sent = exchange(middleware, {})
+    sent = exchange(middleware, ASK)
     assert json.loads(sent[1]["body"]) == CHAT
     assert lines(middleware) == []
-    assert outcomes()["dropped"] == before + 1
+    assert counted() == {"dropped": 1}
 
 
 def test_a_faulty_capture_does_not_fail_the_request(make, monkeypatch):
     middleware = make(FakeServer([json.dumps(CHAT).encode()]))
-    monkeypatch.setattr(middleware, "_submit", lambda *_: 1 / 0)
-    assert len(exchange(middleware, {})) == 2
+    for step in ("_submit", "_wanted"):
+        monkeypatch.setattr(middleware, step, lambda *_: 1 / 0)
+        assert len(exchange(middleware, ASK)) == 2
     assert lines(middleware) == []
 
 
 def test_end_of_life_writes_what_is_queued(make):
     middleware = make(FakeServer([json.dumps(CHAT).encode()]))
-    exchange(middleware, {})
+    exchange(middleware, ASK)
 
     async def app(scope, receive, send):
         return
@@ -268,3 +279,54 @@ def test_missing_folder_and_bad_share_stop_the_server(monkeypatch, tmp_path):
     monkeypatch.setenv("FLYWHEEL_CAPTURE_SAMPLE", "7")
     with pytest.raises(ValueError, match="between 0 and 1"):
         capture.Capture(FakeServer([]))
+
+
+@pytest.mark.parametrize("values", [["off"], ["True", "false"]])
+def test_refused_consent_is_served_unchanged_and_not_recorded(make, counted, values):
+    headers = [("X-Flywheel-Consent", value) for value in values]
+    server = FakeServer([json.dumps(CHAT).encode()])
+    middleware = make(server)
+    exchange(middleware, ASK, headers=headers)
+    assert server.request == ASK
+    assert lines(middleware) == []
+    assert counted() == {"no_consent": 1}
+
+
+def test_echo_is_served_unchanged_and_counted(make, counted):
+    server = FakeServer([json.dumps(CHAT).encode()])
+    middleware = make(server)
+    exchange(middleware, {"prompt": "a", "echo": True}, path="/v1/completions")
+    assert server.request == {"prompt": "a", "echo": True}
+    assert lines(middleware) == []
+    assert counted() == {"not_captured": 1}
+
+
+@pytest.mark.parametrize("root", ["", "/llm"])
+def test_requests_under_a_path_prefix_are_captured(make, counted, root):
+    middleware = make(FakeServer([json.dumps(CHAT).encode()]))
+    exchange(middleware, ASK, path=f"{root}/v1/chat/completions", root=root)
+    assert [row["endpoint"] for row in lines(middleware)] == ["/v1/chat/completions"] * 2
+    assert counted() == {"written": 2}
+
+
+def test_generating_endpoints_that_are_not_captured_are_counted(make, counted):
+    middleware = make(FakeServer([b"{}"]))
+    for path in ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/tokenize"):
+        exchange(middleware, ASK, path=path)
+    assert lines(middleware) == []
+    assert counted() == {"not_captured": 3}
+
+
+def test_an_adapter_unloaded_during_its_request_is_still_named(make):
+    adapters = {"m": object()}
+
+    class Unloading(FakeServer):
+        async def __call__(self, scope, receive, send):
+            await super().__call__(scope, receive, send)
+            adapters.clear()
+
+    middleware = make(Unloading([json.dumps(CHAT).encode()]))
+    models = SimpleNamespace(lora_requests=adapters)
+    app = SimpleNamespace(state=SimpleNamespace(openai_serving_models=models))
+    exchange(middleware, ASK, server=app)
+    assert [row["adapter"] for row in lines(middleware)] == ["m", "m"]

@@ -1,0 +1,184 @@
+"""What a request says, read from its raw bytes without building what nobody needs.
+
+The body is cut into its top-level fields (msgspec: a scan that copies nothing); prompts stay bytes.
+Only the few fields below are decoded, so a body of 10 MB costs the event loop a fraction of what
+the server's own parsing costs (bench/capture.py).
+"""
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+
+from store.consent import consents
+from store.shaping import FIELDS, shaped_by
+
+HEADER = b"x-flywheel-"  # ASGI has header names in lower case
+LABELS = ("conversation", "domain", "language", "tenant")
+MAX_LABEL = 200
+# Content parts that reach the model as something other than the ids in the answer.
+NOT_TEXT = (
+    "image_url",
+    "input_image",
+    "image_embeds",
+    "image_pil",
+    "audio_url",
+    "input_audio",
+    "audio_embeds",
+    "video_url",
+    "video_embeds",
+    "prompt_embeds",
+)
+# vLLM raises every temperature between 0 and this one to it.
+LOWEST_TEMPERATURE = 0.01
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Sampler(BaseModel):
+    """Fields that a record keeps, typed as in vLLM's request models: "0" is 0.0 here as there."""
+
+    model: str | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """The fields by their names in a record, as vLLM uses them."""
+        warm = self.temperature > 0
+        return {
+            "model": self.model,
+            "temperature": max(self.temperature, LOWEST_TEMPERATURE) if warm else 0.0,
+            "top_p": self.top_p,
+            "top_k": min(self.top_k, 2**31 - 1),  # more than any vocabulary, and fits the table
+            "seed": None if self.seed == -1 else self.seed,
+            "max_tokens": self.max_completion_tokens or self.max_tokens,
+            "stream": self.stream,
+        }
+
+
+WANTED = (*Sampler.model_fields, *FIELDS, "chat_template_kwargs", "reasoning_effort", "echo")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request for text."""
+
+    fields: dict[str, Any]  # what Sampler and shaped_by read, as the client wrote it
+    labels: dict[str, str | None]  # LABELS, clean
+    said: bool  # whether consent was spoken of
+    consents: bool
+    plain: bool  # False: no echo of the prompt asked for, and nothing but text in it
+
+    def record(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """What a record says about the request; defaults: the server's sampling parameters.
+
+        Raises pydantic.ValidationError for fields that vLLM refuses, too.
+        """
+        said = {name: value for name, value in self.fields.items() if value is not None}
+        effort = said.get("reasoning_effort")  # vLLM turns it into thinking or not
+        thinking = None if effort is None else effort != "none"
+        thinking = said.get("chat_template_kwargs", {}).get("enable_thinking", thinking)
+        return Sampler.model_validate({**defaults, **said}).record() | {
+            "shaped": shaped_by(self.fields, defaults),
+            "conversation_id": self.labels["conversation"],
+            "domain": self.labels["domain"],
+            "language": self.labels["language"],
+            "tenant": self.labels["tenant"],
+            "consent": True if self.said else None,
+            "thinking": None if thinking is None else bool(thinking),
+        }
+
+
+def read(
+    headers: Iterable[tuple[bytes, bytes]], body: bytes, text_only: bool = False
+) -> Asked | None:
+    """The request; None for a body that is no JSON object or an empty one: vLLM refuses it, too.
+
+    text_only: the server refuses pictures and the like, so messages need not be searched for them.
+    Raises ValueError or RecursionError for damage inside the object.
+    """
+    if not body.lstrip().startswith(b"{"):
+        return None
+    raw = _fields.decode(body)
+    if not raw:
+        return None
+    fields = {name: msgspec.json.decode(raw[name]) for name in WANTED if name in raw}
+    told = _metadata(raw, body) + [
+        (name.decode("latin-1")[len(HEADER) :], _text(value))
+        for name, value in headers
+        if name.startswith(HEADER)
+    ]
+    found = dict(told)  # headers win over metadata, the last copy over the others
+    said = [value for name, value in told if name == "consent"]
+    return Asked(
+        fields=fields,
+        labels={name: _clean(found.get(name)) for name in LABELS},
+        said=any(value is not None for value in said),
+        consents=consents(*said),
+        plain=not fields.get("echo") and (text_only or _is_text(raw)),
+    )
+
+
+def with_token_ids(body: bytes) -> bytes:
+    """The same JSON object with `return_token_ids` set; it must have a member already.
+
+    Of equal names the last is in force, whatever the client said before.
+    """
+    end = len(body.rstrip()) - 1
+    return b"".join((memoryview(body)[:end], b',"return_token_ids":true}'))
+
+
+def _is_text(raw: dict[str, msgspec.Raw]) -> bool:
+    """Whether all of the prompt reaches the model as token ids."""
+    messages = bytes(raw.get("messages", b""))
+    parts = any(b'"%s"' % kind.encode() in messages for kind in NOT_TEXT)
+    return not parts and "prompt_embeds" not in raw
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object with all its names, equal ones too."""
+
+
+def _metadata(raw: dict[str, msgspec.Raw], body: bytes) -> list[tuple[str, Any]]:
+    """All (name, value) of the body's `metadata`, written once or more often."""
+    if "metadata" not in raw:
+        return []
+    if body.count(b'"metadata"') > 1 and b'"consent"' in body:  # a no could stand in any of them
+        whole = json.loads(body, object_pairs_hook=_Pairs)
+        found = [value for name, value in whole if name == "metadata"]
+    else:
+        found = [json.loads(bytes(raw["metadata"]), object_pairs_hook=_Pairs)]
+    return [pair for value in found if isinstance(value, _Pairs) for pair in value]
+
+
+def _text(value: bytes) -> str:
+    """A header's value: UTF-8 as clients send it today, Latin-1 as HTTP once had it."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def _clean(value: Any) -> str | None:
+    """A label in NFC, without control characters, at most MAX_LABEL long; None if nothing is left.
+
+    A longer one ends in a digest of the whole: two that differ stay two.
+    """
+    if value is None or isinstance(value, list | dict):
+        return None
+    text = unicodedata.normalize("NFC", str(value)).strip()
+    if len(text) > MAX_LABEL:
+        digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+        text = f"{text[: MAX_LABEL - 17]}-{digest}"
+    broken = {"Cc", "Cs", "Zl", "Zp"}  # controls, lone surrogates, line and paragraph ends
+    return "".join("\ufffd" if unicodedata.category(c) in broken else c for c in text) or None
