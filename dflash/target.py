@@ -5,20 +5,33 @@ Transformers is imported where a model is run: it takes seconds, and training ne
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dflash.identity import target_id
+from dflash.identity import model_files
+from dflash.identity import target_id as target_id
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
 ROWS_PER_CHUNK = 256
 
 
@@ -86,8 +99,8 @@ class Target:
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:
-        """Last hidden states [T, H] (after the final norm) -> logits [T, V]."""
-        return last.contiguous() @ self.head.T
+        """Last hidden states [T, H] (after the final norm), on any device -> logits [T, V]."""
+        return last.to(self.head.device).contiguous() @ self.head.T
 
 
 @torch.inference_mode()
@@ -154,17 +167,17 @@ def common_prefix(batch: Sequence[Sequence[int]]) -> int:
 
 
 def load_target(folder: str | os.PathLike, dtype: torch.dtype, device: str = "cpu") -> Target:
-    """Load a frozen target in eval mode. Raises ValueError if the folder cannot be loaded."""
+    """Load a frozen target in eval mode on `device`. ValueError if the folder cannot be loaded."""
     from transformers import AutoModelForCausalLM
 
-    target_id(folder)
+    _borrowed(folder)  # Transformers only warns where a head is missing, and makes one up
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, local_files_only=True
+            str(folder), dtype=dtype, device_map=device, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the target in {folder}: {error}") from error
-    model: Any = model.to(device).eval().requires_grad_(False)
+    model: Any = model.eval().requires_grad_(False)
     return Target(
         model=model,
         dtype=dtype,
@@ -175,29 +188,119 @@ def load_target(folder: str | os.PathLike, dtype: torch.dtype, device: str = "cp
 
 
 def load_borrowed(folder: str | os.PathLike, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Only what a drafter borrows: (embedding [V, H], head [V, H]).
+    """Only what a drafter borrows: (embedding [V, H], head [V, H]), one tensor where they are tied.
 
-    Reads these tensors instead of the whole target: all that training and replay need.
-    Raises ValueError if the folder has another tensor layout.
+    Reads these tensors instead of the whole target: all that training and replay need. They are
+    those of `load_target`, bit for bit. Raises ValueError for a layout that is unknown, not
+    complete, or that engines read in different ways.
     """
-    target_id(folder)
-    read = open_tensors(folder)
-    embedding, head = read("model.embed_tokens.weight"), read("lm_head.weight")
-    if embedding is None:
-        raise ValueError(f"{folder} has no tensor model.embed_tokens.weight: unknown layout")
+    embedding, head = _borrowed(folder)
     embedding = embedding.to(dtype)
     return embedding, embedding if head is None else head.to(dtype)
 
 
+def _borrowed(folder: str | os.PathLike) -> tuple[Tensor, Tensor | None]:
+    """Embedding and head as they are stored; None for a head that is the embedding."""
+    read, tied = open_tensors(folder), ties_embeddings(folder)
+    embedding, head = read(EMBEDDING), read(HEAD)
+    if embedding is None:
+        raise ValueError(f"{folder} has no tensor {EMBEDDING}: unknown layout")
+    if tied and head is not None and not torch.equal(head, embedding):
+        raise ValueError(
+            f"{folder}: config.json ties the head to the embedding, but the weights have another "
+            f"{HEAD}, and engines differ about which one counts: set tie_word_embeddings to false "
+            "to keep it, or remove it from the weights"
+        )
+    if not tied and head is None:
+        raise ValueError(
+            f"{folder}: config.json does not tie the head to the embedding, and the weights have "
+            f"no {HEAD}: fetch what is missing, or set tie_word_embeddings to true if the model "
+            "was trained so (a quantised head is not supported)"
+        )
+    return embedding, None if tied else head
+
+
+def ties_embeddings(folder: str | os.PathLike) -> bool:
+    """Whether the embedding is the head: what config.json says, else its architecture's default
+    (Gemma ties, Llama does not), as Transformers 5.19 and vLLM 0.32 read it.
+    """
+    config = read_target_config(folder)
+    if "tie_word_embeddings" not in config:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True).to_dict()
+    return bool(config.get("tie_word_embeddings"))
+
+
+def read_target_config(folder: str | os.PathLike) -> dict[str, Any]:
+    """A target's config.json. Raises ValueError if the folder holds no model, or one whose decoder
+    is described inside of it (`text_config`: pictures, sound).
+    """
+    model_files(folder)
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("not a JSON object")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): fetch it again") from error
+    if "text_config" in config and "num_hidden_layers" not in config:
+        raise ValueError(
+            f"{path}: {config.get('model_type')} keeps its decoder in text_config, which is not "
+            "supported: take a target of text alone"
+        )
+    missing = [name for name in NEEDED if config.get(name) is None]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}: this kind of model is not supported")
+    return config
+
+
 def open_tensors(folder: str | os.PathLike) -> Callable[[str], Tensor | None]:
-    """A reader of single tensors of a (sharded) safetensors folder; None for an absent name."""
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    where = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    """A reader of single tensors of a safetensors folder, in one file or many, indexed or not; None
+    for an absent name. Raises ValueError for files that are missing, damaged or contradictory.
+    """
+    where = tensor_files(folder)
 
     def read(name: str) -> Tensor | None:
-        path = folder / where.get(name, "model.safetensors")
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118
+        if name not in where:
+            return None
+        with _opened(where[name]) as file:
+            return file.get_tensor(name)
 
     return read
+
+
+def tensor_files(folder: str | os.PathLike) -> dict[str, Path]:
+    """The file of each tensor: as the index says, else as the files' headers do."""
+    folder = Path(folder)
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file():
+        files = [single] if single.is_file() else sorted(folder.glob("[!.]*.safetensors"))
+        found = {}
+        for path in files:
+            with _opened(path) as file:
+                found |= dict.fromkeys(file.keys(), path)
+        return found
+    try:
+        names = json.loads(index.read_bytes())["weight_map"]
+        where = {name: folder / file for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is damaged ({error!r}): fetch it again") from error
+    missing = sorted({path.name for path in where.values() if not path.is_file()})
+    if missing:
+        raise ValueError(f"{folder} lacks {', '.join(missing)} of its index: fetch what is missing")
+    if single.is_file() and single not in where.values():
+        raise ValueError(
+            f"{folder} has {single.name} beside an index of other files, and engines differ about "
+            "which of them they load: remove one"
+        )
+    return where
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): fetch it again") from error

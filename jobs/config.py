@@ -264,7 +264,7 @@ class Evaluate:
     split: Literal["val", "test"] = setting("test", "split that is replayed")
     bootstrap: int = setting(1000, "resamples (of conversations) behind the interval", minimum=100)
     regression: list[str] = setting(
-        [], "further prompts to replay: JSONL files in the shapes of benchmarks, or humaneval"
+        [], "further prompts to replay: JSONL or Parquet in the shapes of benchmarks, or humaneval"
     )
     regression_prompts: int = setting(
         64, "prompts taken from each regression set, evenly spaced; 0: all", minimum=0

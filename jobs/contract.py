@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
-from dflash.checkpoint import BORROWED, LM_HEAD, WEIGHTS, drafter_sha256, load_drafter, read_config
+from dflash.checkpoint import LM_HEAD, WEIGHTS, drafter_sha256, load_drafter, read_config
 from dflash.config import PLAIN_KEYS, DrafterConfig
-from dflash.target import open_tensors, target_id
+from dflash.identity import legacy_target_id, target_id
+from dflash.target import EMBEDDING, load_borrowed, open_tensors
 from jobs.config import Config
 from jobs.doctor import Check
-from jobs.shape import end_tokens, taken_tokens, target_taps
+from jobs.shape import end_tokens, taken_tokens, target_taps, target_tokenizer
 from jobs.verify import dtype_name
 from serving.checks import check_drafter
 from store.files import read_json
@@ -118,17 +119,14 @@ def _stored(folder: Path) -> dict[str, torch.Tensor]:
 
 def _borrowed(subject: Subject) -> Iterator[Check]:
     """A copy of the target's embedding or head is served instead of the target's own."""
-    stored, target = _stored(subject.folder), open_tensors(subject.cfg.target_path)
-    wanted = {
-        "embed_tokens.weight": "model.embed_tokens.weight",
-        "lm_head.weight": "lm_head.weight",
-    }
-    for name in [n for n in BORROWED if n in wanted and n in stored]:
-        own = target(wanted[name])
-        own = target("model.embed_tokens.weight") if own is None else own
-        if own is not None and name == LM_HEAD and subject.shape.draft_vocab_size:
+    stored, folder = _stored(subject.folder), subject.cfg.target_path
+    for place, name in enumerate(("embed_tokens.weight", LM_HEAD)):
+        if name not in stored:
+            continue
+        own = load_borrowed(folder, stored[name].dtype)[place]
+        if name == LM_HEAD and subject.shape.draft_vocab_size:
             own = own[load_drafter(subject.folder).draft_head(own)[0]]
-        if own is None or not torch.equal(own.to(stored[name].dtype), stored[name]):
+        if not torch.equal(own, stored[name]):
             found = f"{name} is not the target's, and vLLM would use it"
             fix = f"remove {name} from {WEIGHTS}: the target's is used then, as in replay"
             if subject.shape.draft_vocab_size and name == LM_HEAD:
@@ -137,13 +135,19 @@ def _borrowed(subject: Subject) -> Iterator[Check]:
 
 
 def target(subject: Subject) -> Iterator[Check]:
-    """The identity (weights, config, tokenizer, template) that was harvested and evaluated."""
+    """All engines read the same embedding and head, and it is the target (weights, configs,
+    tokenizer, template) that was harvested and evaluated.
+    """
     cfg, identity = subject.cfg, target_id(subject.cfg.target_path)
+    load_borrowed(cfg.target_path, torch.bfloat16)
+    former = legacy_target_id(cfg.target_path)
     traffic = read_traffic(cfg.path("traffic"))
     known = Counter(traffic["target_id"].to_pylist())
     if not known[identity]:
         seen = ", ".join(known) or "nothing"
         fix = "serve the target that was harvested, or ingest, harvest and train for this one"
+        if known[former]:
+            fix = f"{former} is this folder's former id: ingest, harvest and evaluate again"
         yield Check("target", f"{identity} is to be served, traffic/ is of {seen}", "fail", fix)
     path = cfg.path("evaluations", f"{subject.folder.name}.json")
     evaluation = read_json(path, ["drafter_sha256", "target_id"]) if path.is_file() else {}
@@ -154,6 +158,8 @@ def target(subject: Subject) -> Iterator[Check]:
         )
     elif evaluation["target_id"] != identity:
         fix = "serve that target, or train a drafter for this one"
+        if evaluation["target_id"] == former:
+            fix = "it is this folder's former id: ingest, harvest and evaluate again"
         yield Check(
             "target",
             f"evaluated with {evaluation['target_id']}, to be served with {identity}",
@@ -178,11 +184,12 @@ def mask_token(subject: Subject) -> Iterator[Check]:
     """A row of the embedding that means nothing else, in the template or in traffic."""
     cfg, mask = subject.cfg, subject.shape.mask_token_id
     fix = "train with drafter.mask_token_id set to an unused special token"
-    embedding = open_tensors(cfg.target_path)("model.embed_tokens.weight")
+    embedding = open_tensors(cfg.target_path)(EMBEDDING)
     if embedding is None or mask >= len(embedding):
         yield Check("mask token", f"id {mask} has no row in the target's embedding", "fail", fix)
-    tokenizer = AutoTokenizer.from_pretrained(cfg.target_path, local_files_only=True)
-    taken = taken_tokens(tokenizer) | dict.fromkeys(end_tokens(cfg), "eos")
+    tokenizer = target_tokenizer(cfg)
+    taken = taken_tokens(tokenizer) if tokenizer is not None else {}
+    taken |= dict.fromkeys(end_tokens(cfg), "eos")
     if mask in taken:
         yield Check("mask token", f"id {mask} is the target's {taken[mask]} token", "fail", fix)
     rows = read_traffic(cfg.path("traffic"), target_id(cfg.target_path))

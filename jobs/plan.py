@@ -15,7 +15,7 @@ from dflash.loss import valid_anchors
 from dflash.memory import activation_bytes, head_bytes, model_bytes
 from dflash.model import Drafter
 from dflash.objective import choose_labels, named_tokens
-from dflash.target import resolve_dtype, target_id
+from dflash.target import resolve_dtype, target_id, ties_embeddings
 from jobs.checkpoints import KEEP, newest_state, state_step, states_folder
 from jobs.config import Config
 from jobs.console import print_table
@@ -26,7 +26,6 @@ from jobs.shape import (
     drafter_config,
     export_dtype,
     none_of_target,
-    target_config,
     target_fields,
 )
 from store.ids import short_hash
@@ -204,13 +203,12 @@ def memory_plan(
 ) -> dict[str, int]:
     """Bytes of rank 0, the largest worker, by what they are for."""
     train, dtype = cfg.train, resolve_dtype(cfg.target.dtype)
-    target = target_config(cfg)
     width = len(shape.target_layer_ids) * shape.hidden_size
     share = -(-train.batch_size // train.workers)
     in_forward = min(train.micro_batch or share, share)
     longest = max(data.lengths)
     anchors = min(train.anchors, max(len(valid_anchors(s.loss_mask)) for s in data.samples))
-    borrowed = 1 if target.get("tie_word_embeddings") else 2
+    borrowed = 1 if ties_embeddings(cfg.target_path) else 2
     harvested = all(s.top_ids is not None for s in data.samples)
     labels = choose_labels(train.loss if harvested else "ce", shape.vocab_size)
     candidates = len(named_tokens(data.samples, labels)) + train.random_candidates

@@ -14,15 +14,16 @@ import pyarrow as pa
 import torch
 from tqdm import tqdm
 
+from dflash.identity import target_id
 from dflash.replay import Request, length_groups
-from dflash.target import Target, load_target, resolve_dtype, target_id
+from dflash.target import Target, load_target
 from jobs import harvest
 from jobs.benchmarks import Prompts, read_prompts
 from jobs.config import Config
-from jobs.samples import with_features
-from jobs.shape import target_config
+from jobs.samples import set_aside, with_features
+from jobs.shape import compute_device, compute_dtype, end_tokens, target_tokenizer
 from jobs.slices import Row
-from store.files import commit
+from store.files import commit, read_json
 from store.ids import sample_id, short_hash
 from store.schemas import TRAFFIC
 from store.shards import is_complete, shard_info, write_manifest, write_shard
@@ -48,22 +49,31 @@ def load_sets(cfg: Config) -> dict[str, tuple[list[Row], list[Request]]]:
     rows = {prompts.name: answered(inner, prompts) for prompts in sets}
     if rows:
         harvest.run(inner)
+        aside = set_aside(inner)
+        rows = {
+            name: [r for r in more if r["sample_id"] not in aside] for name, more in rows.items()
+        }
     return {name: (found, with_features(inner, found)) for name, found in rows.items()}
 
 
 def answered(cfg: Config, prompts: Prompts) -> list[Row]:
-    """TRAFFIC rows of the target's greedy answers, one per user turn; published in traffic/."""
-    identity = target_id(cfg.target_path)
-    dtype = resolve_dtype(cfg.target.dtype)
+    """TRAFFIC rows of the target's greedy answers, one per user turn; published in traffic/.
+
+    They are computed where and in what the config says, and kept by that dtype.
+    """
+    identity, dtype = target_id(cfg.target_path), compute_dtype(cfg)
     longest = cfg.evaluate.regression_tokens
     key = short_hash([identity, str(dtype), longest, prompts.conversations])
     path = cfg.path("answers", f"{key}.json")
     if not path.is_file():
-        turns = answer(cfg, load_target(cfg.target_path, dtype), prompts, longest)
-        data = json.dumps(turns).encode()
+        target = load_target(cfg.target_path, dtype, compute_device(cfg))
+        turns = answer(cfg, target, prompts, longest)
+        made = {"target_id": identity, "dtype": str(dtype).removeprefix("torch."), "turns": turns}
+        data = json.dumps(made).encode()
         path.parent.mkdir(parents=True, exist_ok=True)
         commit(path, lambda stream: stream.write(data))
-    rows = [traffic_row(identity, prompts.name, *turn) for turn in json.loads(path.read_bytes())]
+    turns = read_json(path, ["turns"], "remove it and evaluate again")["turns"]
+    rows = [traffic_row(identity, prompts.name, *turn) for turn in turns]
     shard = cfg.path("traffic") / f"{key}.parquet"
     table = pa.Table.from_pylist(rows, schema=TRAFFIC)
     info = shard_info(shard) if is_complete(shard) else write_shard(shard, table)
@@ -89,6 +99,7 @@ def traffic_row(
         "loss_mask": [{"start": len(prompt_ids), "end": end}],
         "ids_source": "regenerated",
         "temperature": 0.0,
+        "shaped": "",
         "repeat_count": 1,
     }
 
@@ -99,9 +110,11 @@ Turn = tuple[int, list[int], list[int]]
 
 def answer(cfg: Config, target: Target, prompts: Prompts, longest: int) -> list[Turn]:
     """Every turn answered in order: later turns see the answers to the earlier ones."""
-    from transformers import AutoTokenizer  # as in dflash/target.py
-
-    tokenizer = AutoTokenizer.from_pretrained(cfg.target_path, local_files_only=True)
+    tokenizer = target_tokenizer(cfg)
+    if tokenizer is None:
+        raise ValueError(
+            f"{cfg.target_path} has no tokenizer, which evaluate.regression needs to read prompts"
+        )
     chats: list[list[Message]] = [[] for _ in prompts.conversations]
     found: list[Turn] = []
     most = max(map(len, prompts.conversations))
@@ -136,8 +149,7 @@ def generate(
     """Greedy answers of at most `longest` tokens, up to and with the end of text."""
     from transformers import GenerationConfig
 
-    ends = target_config(cfg)["eos_token_id"]
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = end_tokens(cfg)
     # A fresh config: the folder's own may ask for sampling or penalties.
     model: Any = target.model
     settings = GenerationConfig(

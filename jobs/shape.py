@@ -1,6 +1,7 @@
 """The drafter's shape, derived once from the target's config and the `drafter` section."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,17 +9,16 @@ import torch
 from dflash.checkpoint import stored_dtype
 from dflash.config import DrafterConfig, check_taps, default_taps
 from dflash.identity import legacy_target_id
-from dflash.target import resolve_dtype, target_id
+from dflash.target import read_target_config, resolve_dtype, target_id
 from jobs.config import Config
 from store.traffic import read_traffic
 
+TOKENIZERS = ("tokenizer*", "vocab.*", "*.tiktoken", "tekken.json")
+
 
 def target_config(cfg: Config) -> dict[str, Any]:
-    """The target's config.json. Raises ValueError if there is none."""
-    path = cfg.target_path / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: set target.path, or run `flywheel target`")
-    return json.loads(path.read_text())
+    """The target's config.json. ValueErrors of dflash.target.read_target_config."""
+    return read_target_config(cfg.target_path)
 
 
 def none_of_target(cfg: Config, what: str, fix: str) -> ValueError:
@@ -117,9 +117,12 @@ def mask_token(cfg: Config, vocab_size: int) -> int:
     """
     if cfg.drafter.mask_token_id >= 0:
         return cfg.drafter.mask_token_id
-    from transformers import AutoTokenizer  # as in dflash/target.py
-
-    tokenizer = AutoTokenizer.from_pretrained(cfg.target_path, local_files_only=True)
+    tokenizer = target_tokenizer(cfg)
+    if tokenizer is None:
+        raise ValueError(
+            f"{cfg.target_path} has no tokenizer to choose a mask token from: set "
+            "drafter.mask_token_id to an id that your traffic never contains"
+        )
     taken = taken_tokens(tokenizer)
     free = [
         index
@@ -134,7 +137,48 @@ def mask_token(cfg: Config, vocab_size: int) -> int:
     return max(free)
 
 
+def target_tokenizer(cfg: Config) -> Any | None:
+    """The target's tokenizer; None if its folder has none. ValueError if it cannot be read."""
+    from transformers import AutoTokenizer  # as in dflash/target.py
+
+    folder = cfg.target_path
+    if not any(path for name in TOKENIZERS for path in folder.glob(name)):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ValueError(f"{folder}: its tokenizer cannot be read: {error}") from error
+
+
 def end_tokens(cfg: Config) -> list[int]:
-    """The target's end-of-text ids."""
-    end = target_config(cfg)["eos_token_id"]
-    return [int(i) for i in (end if isinstance(end, list) else [end])]
+    """The ids that end a text, ascending: the union of what config.json, generation_config.json and
+    the tokenizer name.
+
+    vLLM 0.32 ends at the tokenizer's and at those of generation_config.json, and reads config.json
+    where that is absent. Raises ValueError if none names one, and for an id that is no number.
+    """
+    folder, found = cfg.target_path, set()
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            found |= _ends(folder / name)
+    tokenizer = target_tokenizer(cfg)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    if not found:
+        raise ValueError(
+            f"{folder} names no end of text: write eos_token_id into its generation_config.json"
+        )
+    return sorted(found)
+
+
+def _ends(path: Path) -> set[int]:
+    """eos_token_id of a file: a number, a list of them, or nothing."""
+    try:
+        value = json.loads(path.read_bytes()).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): fetch it again") from error
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or i < 0]
+    if wrong:
+        raise ValueError(f"{path}: eos_token_id {wrong[0]!r} is no token id")
+    return set(ids)

@@ -1,7 +1,6 @@
 """What can be known before a server starts, said in one clear message; and what its log says."""
 
 import errno
-import json
 import re
 import socket
 from collections.abc import Iterable, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from dflash.checkpoint import read_config
 from dflash.config import DrafterConfig
+from dflash.target import read_target_config
 
 # What the log says when a phase of the start begins -> what to tell the user meanwhile.
 PHASES = {
@@ -28,18 +28,6 @@ _REPORTS = (
 )
 
 
-def check_target(target: Path | str) -> dict[str, Any]:
-    """The target's config. Raises ValueError if the folder does not hold a model."""
-    folder = Path(target)
-    config, weights = folder / "config.json", list(folder.glob("*.safetensors"))
-    if not config.is_file() or not weights:
-        raise ValueError(
-            f"target {folder} is not a model folder: it needs config.json and *.safetensors "
-            "(`flywheel target` makes one, target.path points to your own)"
-        )
-    return json.loads(config.read_text())
-
-
 def check_drafter(
     drafter: Path | str | None, target: Path | str, k: Sequence[int], max_model_len: int
 ) -> tuple[int, ...]:
@@ -54,7 +42,7 @@ def check_drafter(
             raise ValueError(f"k = {list(k)} needs a drafter: name its folder, or leave k empty")
         return ()
     config = read_config(drafter)
-    _check_shapes(drafter, config, check_target(target))
+    _check_shapes(drafter, config, read_target_config(target))
     k = tuple(k) or (config.num_drafts,)
     if not all(1 <= one <= config.num_drafts for one in k):
         raise ValueError(

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash.config import check_taps
-from dflash.target import Features, open_tensors
-from serving.checks import check_target
+from dflash.target import Features, open_tensors, read_target_config
 
 FLUSH_STEPS = 8  # engine steps after the last answer; its states follow with the next one
 
@@ -34,7 +33,7 @@ class Extractor:
         kv_cache_gib: int = 2,
         max_batch_tokens: int = 8192,
     ) -> None:
-        config = check_target(target)
+        config = read_target_config(target)
         check_taps(tuple(taps), config["num_hidden_layers"])
         self.taps = list(taps)
         self.dtype = dtype

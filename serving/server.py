@@ -20,7 +20,8 @@ from typing import Self
 
 from tqdm import tqdm
 
-from serving.checks import check_drafter, check_target, free_port, last_error, phase
+from dflash.identity import model_files
+from serving.checks import check_drafter, free_port, last_error, phase
 
 SERVED_NAME = "target"
 STOP_SECONDS = 15.0
@@ -76,7 +77,7 @@ class Server:
 
     def start(self) -> None:
         """Check the settings and start vLLM. Raises ValueError for what cannot work."""
-        check_target(self.target)
+        model_files(self.target)
         self.k = check_drafter(self.drafter, self.target, self.k, self.max_model_len)
         self.port = free_port(self.host, self.port)
         self.log = Path(self.log).absolute()

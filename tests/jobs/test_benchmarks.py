@@ -2,7 +2,10 @@
 
 import gzip
 import json
+import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jobs.benchmarks import SHAPES, read_prompts
@@ -129,6 +132,62 @@ def test_a_cut_line_is_named(tmp_path):
     (tmp_path / "s.jsonl").write_text('{"question": "x", "answer": "y"}\n{"question": ')
     with pytest.raises(ValueError, match=r"s\.jsonl:2: not JSON"):
         read_prompts(str(tmp_path / "s.jsonl"), 0)
+
+
+def packed(text):
+    return gzip.compress(text.encode())
+
+
+LINES = '{"question": "x", "answer": "y"}\n{"question": "z", "answer": "y"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("bom.jsonl", b"\xef\xbb\xbf" + LINES.encode()),
+        ("bom.jsonl.gz", packed("\ufeff" + LINES)),
+        ("gzip_without_the_suffix.jsonl", packed(LINES)),
+        ("text_with_the_suffix.jsonl.gz", LINES.encode()),
+        ("two_members.gz", packed(LINES[:33]) + packed(LINES[33:])),
+        ("windows.jsonl", LINES.replace("\n", "\r\n").encode()),
+    ],
+)
+def test_a_file_is_read_by_what_is_in_it(tmp_path, name, content):
+    """A byte order mark was no JSON, and gzip under another name no text."""
+    (tmp_path / name).write_bytes(content)
+    assert read_prompts(str(tmp_path / name), 0).conversations == [["x"], ["z"]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (packed(LINES)[:-12], r"damaged or cut gzip \(.*\): fetch or pack it anew"),
+        (packed(LINES) + b"trailing bytes", r"damaged or cut gzip"),
+        (packed(LINES)[:12] + bytes(8) + packed(LINES)[20:], r"damaged or cut gzip"),
+        (b"PK\x03\x04\xff\xfe", "not UTF-8 text.*one JSON object a line"),
+        (LINES.encode("utf-16"), "not UTF-8 text"),
+        (packed("")[:-8] + b"\xff" * 8, "damaged or cut gzip"),
+        (b"PAR1" + bytes(40), "damaged Parquet file"),
+    ],
+)
+def test_a_cut_or_foreign_file_is_one_message_that_names_it(tmp_path, content, message):
+    """EOFError and UnicodeDecodeError came as tracebacks, without the name of the file."""
+    path = tmp_path / "set.jsonl.gz"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}.*{message}"):
+        read_prompts(str(path), 0)
+
+
+def test_a_parquet_file_is_read_if_its_columns_have_a_known_shape(tmp_path):
+    records = [RECORDS["MT-Bench"], RECORDS["MT-Bench"] | {"turns": ["three"]}]
+    path = tmp_path / "bench.parquet"
+    pq.write_table(pa.Table.from_pylist(records), path)
+    found = read_prompts(str(path), 0)
+    assert (found.name, found.shape) == ("bench", "MT-Bench")
+    assert found.conversations == [["one", "two"], ["three"]]
+    pq.write_table(pa.table({"input": ["x"]}), path)
+    with pytest.raises(ValueError, match=r"bench\.parquet, row 1: .*keys input has no known shape"):
+        read_prompts(str(path), 0)
 
 
 def test_humaneval_comes_from_its_package():

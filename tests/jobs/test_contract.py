@@ -9,11 +9,12 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash.checkpoint import drafter_sha256, load_drafter, save_drafter
+from dflash.identity import legacy_target_id, target_id
 from dflash.model import new_drafter
-from dflash.target import load_borrowed, target_id
+from dflash.target import load_borrowed
 from dflash.vocabulary import set_vocabulary
 from jobs.config import load
 from jobs.contract import contract
@@ -38,8 +39,8 @@ def healthy(tmp_path_factory):
     return work
 
 
-def write_traffic(cfg, outputs):
-    identity, rows = target_id(cfg.target_path), []
+def write_traffic(cfg, outputs, identity=None):
+    identity, rows = identity or target_id(cfg.target_path), []
     for i, output in enumerate(outputs):
         row = dict.fromkeys(TRAFFIC.names)
         row |= {"sample_id": sample_id(identity, [1, 2], output), "conversation_id": f"c{i}"}
@@ -99,6 +100,61 @@ def test_rows_of_the_head_are_the_targets_in_the_stored_dtype(work):
     set_vocabulary(drafter, head.roll(1, 0), torch.arange(50, 90))
     save_drafter(drafter, folder, torch.bfloat16)
     assert "lm_head.weight is not the target's" in look(work)["fail"][0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sharded_tied_target_passes_every_clause_in_both_dtypes(work, dtype):
+    """Its head was looked for in a model.safetensors that is not there."""
+    model = AutoModelForCausalLM.from_pretrained(work / "target", dtype=dtype)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    (work / "target" / "model.safetensors").unlink()
+    model.save_pretrained(work / "target", max_shard_size="10KB")
+    own = load_borrowed(work / "target", torch.bfloat16)[1]
+    rewrite(work, lambda tensors: tensors.update({"lm_head.weight": own}))
+    know_again(work)
+    rows = look(work, f"target.dtype={dtype}")
+    assert rows["fail"] == rows["warn"] == []
+    rewrite(work, lambda tensors: tensors.update({"lm_head.weight": own + 1}))
+    fail = look(work, f"target.dtype={dtype}")["fail"]
+    assert any("lm_head.weight is not the target's" in row for row in fail)
+
+
+def know_again(work):
+    """Traffic and evaluation of the target and the drafter as they are now."""
+    cfg = load(None, [f"work={work}", *SETTINGS])
+    write_traffic(cfg, [[5, 6, 7], [8, 9]])
+    write_evaluation(cfg, work / "drafters" / "d", target_id(cfg.target_path))
+
+
+def test_a_target_without_a_tokenizer_is_checked_without_one(work):
+    for path in (work / "target").glob("tokenizer*"):
+        path.unlink()
+    know_again(work)
+    assert look(work)["fail"] == []
+
+
+def test_a_mask_token_that_only_generation_config_calls_an_end_is_refused(work):
+    (work / "target" / "generation_config.json").write_text('{"eos_token_id": [0, 96]}')
+    know_again(work)
+    assert any("id 96 is the target's eos token" in row for row in look(work)["fail"])
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_target_that_cannot_be_read_is_a_row_and_no_traceback(work, name):
+    (work / "target" / name).write_text('{"text_config": {}, "eos_token_id": "x"}')
+    know_again(work)
+    assert any("text_config" in row or "no token id" in row for row in look(work)["fail"])
+
+
+def test_what_was_made_under_the_former_identity_is_told_from_another_target(work):
+    cfg = load(None, [f"work={work}", *SETTINGS, "serve.max_model_len=200"])
+    former = legacy_target_id(cfg.target_path)
+    write_traffic(cfg, [[5, 6, 7]], former)
+    write_evaluation(cfg, work / "drafters" / "d", former)
+    fixes = [c.fix for c in contract(cfg, work / "drafters" / "d") if c.status == "fail"]
+    assert len(fixes) == 2
+    assert all("former id: ingest, harvest and evaluate again" in str(fix) for fix in fixes)
 
 
 @pytest.mark.parametrize(

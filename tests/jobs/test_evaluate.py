@@ -9,6 +9,7 @@ import torch
 from dflash.acceptance import tau
 from dflash.checkpoint import load_drafter
 from dflash.decode import decode
+from dflash.identity import target_id
 from dflash.replay import Request, replay
 from dflash.target import load_target
 from jobs import evaluate, regression
@@ -85,7 +86,7 @@ def test_a_regression_set_is_answered_once_and_walked(work, tmp_path, monkeypatc
     walks = []
     for i in range(6):
         prompt = [5 + i, 9, 9]
-        ids = [*prompt, *decode(target, prompt, 12, [0]).output_ids]
+        ids = [*prompt, *decode(target, prompt, 12, [0, 1]).output_ids]
         features = target.features([ids], drafter.cfg.target_layer_ids)[0].taps
         request = Request(torch.tensor(ids), len(prompt), features)
         walks += replay(drafter, target.embedding, target.head, [request], 4)
@@ -96,6 +97,38 @@ def test_a_regression_set_is_answered_once_and_walked(work, tmp_path, monkeypatc
     assert second["prompt_ids"][-2:] == [7, 9], "the second question follows the first answer"
     monkeypatch.setattr(regression, "load_target", None)  # answers come from the cache
     assert regression.load_sets(cfg).keys() == {"gsm", "chats"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_regression_answers_end_where_the_engine_ends_them(work, tmp_path, dtype):
+    """At every end of text, in the dtype that the config says, which the answers name; one that
+    generation_config.json gets later is another target.
+    """
+    target = shutil.copytree(work / "target", tmp_path / "target")
+    gsm = write(
+        tmp_path / "g.jsonl", *[{"question": f"w{5 + i} w9", "answer": ""} for i in range(6)]
+    )
+    words = ["evaluate.regression_tokens=24", f"target.path={target}", f"target.dtype={dtype}"]
+    cfg = configure(tmp_path, f"evaluate.regression=[{gsm}]", *words)
+    first = answers(cfg)
+    end = first[0][2][3]  # the fourth token of an answer that did not end there
+    path = target / "generation_config.json"
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps(found | {"eos_token_id": [0, end]}))
+    for _, prompt, output in answers(cfg):
+        before = next(o for _, p, o in first if p == prompt)
+        until = before.index(end) + 1 if end in before else len(before)
+        assert output == before[:until]
+
+
+def answers(cfg):
+    """Turns of the newest cached answers."""
+    regression.load_sets(cfg)
+    files = cfg.path("regression", "answers").iterdir()
+    found = json.loads(max(files, key=lambda path: path.stat().st_mtime_ns).read_text())
+    assert found["dtype"] == cfg.target.dtype
+    assert found["target_id"] == target_id(cfg.target_path)
+    return found["turns"]
 
 
 def test_a_loss_on_a_regression_set_is_refused(work, tmp_path):

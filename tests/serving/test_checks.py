@@ -7,7 +7,15 @@ import pytest
 
 from serving import checks
 
-TARGET = {"hidden_size": 64, "vocab_size": 128, "num_hidden_layers": 6}
+TARGET = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
 DRAFTER = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -81,8 +89,17 @@ def test_positions_must_cover_the_served_length_and_the_block(tmp_path, target):
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
+    drafter = folder(tmp_path / "drafter", DRAFTER)
     with pytest.raises(ValueError, match="is not a model folder"):
-        checks.check_target(tmp_path / "nowhere")
+        checks.check_drafter(drafter, tmp_path / "nowhere", [], 256)
+
+
+def test_a_target_with_its_decoder_in_text_config_is_named_as_not_supported(tmp_path):
+    """A KeyError once: hidden_size is not where it is looked for."""
+    drafter = folder(tmp_path / "drafter", DRAFTER)
+    nested = folder(tmp_path / "nested", {"model_type": "gemma3", "text_config": TARGET})
+    with pytest.raises(ValueError, match=r"gemma3 keeps its decoder in text_config.*not supported"):
+        checks.check_drafter(drafter, nested, [], 256)
 
 
 def test_a_port_in_use_is_refused_and_zero_finds_a_free_one():
