@@ -94,6 +94,8 @@ def measure(kind: str, answers: dict[str, list[Answer]]) -> dict[str, Any]:
     others = next(found for name, found in answers.items() if name != kind)
     draws = Resamples([str(answer.prompt) for answer in mine], 200)
 
+    limits = (1.0, 1.0 + max(max(answer.accepted, default=0) for answer in mine))
+
     def term(sign: float, pairs: Sequence[tuple[float, float]]) -> Term:
         tokens, rounds = zip(*pairs, strict=True)
         return sign, draws.sums(tokens), draws.sums(rounds)
@@ -115,9 +117,11 @@ def measure(kind: str, answers: dict[str, list[Answer]]) -> dict[str, Any]:
         "rule's cumprod at the anchors": estimate(mine, "by_rule", False),
         "rule's cumprod at every token": estimate(mine, "by_rule", True),
     }
-    found: dict[str, Any] = {"decoded": round(draws.estimate(term(1.0, walked)).value, 4)}
+    found: dict[str, Any] = {
+        "decoded": round(draws.estimate(term(1.0, walked), limits=limits).value, 4)
+    }
     for name, pairs in estimators.items():
-        bias = draws.estimate(term(1.0, pairs), term(-1.0, walked))
+        bias = draws.estimate(term(1.0, pairs), term(-1.0, walked), limits=limits)
         found[name] = {"bias": round(bias.value, 4), "error": round(bias.error or 0.0, 4)}
     return found
 

@@ -189,16 +189,25 @@ def drafter_sha256(folder: str | os.PathLike) -> str:
     The weights alone do not say what is served: another rms_norm_eps in config.json halves tau.
     Hidden files (unfinished writes) do not count. Raises ValueError for a folder without weights.
     """
+    digest = hashlib.sha256()
+    for path in engine_files(folder):
+        digest.update(f"{path.name}\0{file_sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def engine_files(folder: str | os.PathLike) -> list[Path]:
+    """What an engine reads of a drafter folder, by name. ValueError for one without weights."""
     folder = Path(folder)
     if not (folder / WEIGHTS).is_file():
         raise ValueError(f"{folder} has no {WEIGHTS}")
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in ENGINE_READS and not path.name.startswith("."):
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-            digest.update(f"{path.name}\0{content}\n".encode())
-    return digest.hexdigest()
+    found = sorted(folder.iterdir())
+    return [p for p in found if p.suffix in ENGINE_READS and not p.name.startswith(".")]
+
+
+def file_sha256(path: Path) -> str:
+    """Hex sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def compat_fields(cfg: DrafterConfig, target_id: str) -> dict[str, object]:

@@ -45,9 +45,30 @@ class Mlflow:
     """Experiment tracking and the model registry."""
 
     uri: str = setting("", "tracking and registry URI; empty: sqlite file <work>/mlflow.db")
-    artifacts: str = setting("", "artifact root; empty: <work>/mlartifacts")
+    artifacts: str = setting(
+        "", "artifact root; empty: <work>/mlartifacts, or the server's own if uri names one"
+    )
     experiment: str = setting("flywheel", "experiment that collects the training runs")
-    model: str = setting("drafter", "registered model that carries champion, challenger, previous")
+    model: str = setting(
+        "drafter", "registered model that carries champion, challenger, previous; no / or :"
+    )
+
+    def __post_init__(self) -> None:
+        _check_name("mlflow.experiment", self.experiment)
+        _check_name("mlflow.model", self.model, refused="/:")
+
+
+def _check_name(setting_name: str, name: str, refused: str = "") -> None:
+    """Raise ValueError for a name that MLflow or the database behind it would refuse later."""
+    fault = ""
+    if not name.strip() or name in (".", ".."):
+        fault = "a name is needed"
+    elif found := [c for c in name if c in refused]:
+        fault = f"MLflow allows no {found[0]!r} in it, write - instead"
+    elif len(name) > 256 or not name.isprintable() or name != name.strip():
+        fault = "at most 256 printable characters, without space around them"
+    if fault:
+        raise ValueError(f"{setting_name} = {name!r}: {fault}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -444,9 +465,11 @@ class Config:
         return self.mlflow.uri or f"sqlite:///{self.path('mlflow.db')}"
 
     @property
-    def mlflow_artifacts(self) -> str:
-        """MLflow artifact root, a URI or an absolute path."""
-        return self.mlflow.artifacts or str(self.path("mlartifacts"))
+    def mlflow_artifacts(self) -> str | None:
+        """MLflow artifact root, a URI or an absolute path; None: where the MLflow server says."""
+        if self.mlflow.artifacts or self.mlflow_uri.startswith(("http://", "https://")):
+            return self.mlflow.artifacts or None
+        return str(self.path("mlartifacts"))
 
 
 def load(file: Path | str | None = None, overrides: Sequence[str] = ()) -> Config:

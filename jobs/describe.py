@@ -17,20 +17,20 @@ def describe(draws: Resamples, rows: Sequence[Row], accepted: Walks, k: int) -> 
     return {
         "pooled": tau(accepted),
         "macro": tau_macro(accepted),
-        "ci": draws.tau(accepted).interval,
+        "ci": draws.tau(accepted, k).interval,
         "positions": positions(accepted, k),
         "positions_ci": [draws.position(accepted, i).interval for i in range(1, k + 1)],
         "domains": {name: tau(walks) for name, walks in found["domain"].items()},
         "positions_by_domain": {n: positions(walks, k) for n, walks in found["domain"].items()},
         "slices": {
-            dimension: {name: _slice(draws, walks) for name, walks in parts.items()}
+            dimension: {name: _slice(draws, walks, k) for name, walks in parts.items()}
             for dimension, parts in found.items()
         },
     }
 
 
-def _slice(draws: Resamples, walks: Walks) -> dict[str, Any]:
-    found = draws.tau(walks)
+def _slice(draws: Resamples, walks: Walks, k: int) -> dict[str, Any]:
+    found = draws.tau(walks, k)
     return {
         "tau": found.value,
         "ci": found.interval,
@@ -40,19 +40,22 @@ def _slice(draws: Resamples, walks: Walks) -> dict[str, Any]:
 
 
 def gain(
-    draws: Resamples, rows: Sequence[Row], ours: Walks, theirs: Walks, k: int
+    draws: Resamples, rows: Sequence[Row], ours: Walks, theirs: Walks, ks: tuple[int, int]
 ) -> dict[str, Any]:
-    """Our tau minus theirs on the same requests. `k`: the drafts per round that both have."""
-    pooled = draws.tau_gain(ours, theirs)
+    """Our tau minus theirs on the same requests. `ks`: drafts per round, ours and theirs."""
+    most, fewest = max(ks), min(ks)
+    pooled = draws.tau_gain(ours, theirs, most)
     before, after = slices(rows, theirs), slices(rows, ours)
     return {
         "delta": pooled.value,
         "delta_ci": pooled.interval,
         **power(pooled, tau(theirs)),
-        "delta_positions": [_delta(draws.position_gain(ours, theirs, i)) for i in range(1, k + 1)],
+        "delta_positions": [
+            _delta(draws.position_gain(ours, theirs, i)) for i in range(1, fewest + 1)
+        ],
         "delta_slices": {
             dimension: {
-                name: _delta(draws.tau_gain(walks, before[dimension][name]))
+                name: _delta(draws.tau_gain(walks, before[dimension][name], most))
                 for name, walks in parts.items()
                 if name in before.get(dimension, {})
             }

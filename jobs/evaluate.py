@@ -7,7 +7,7 @@ slices and the comparison, and a report page.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,32 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dflash.acceptance import num_rounds, tau
-from dflash.checkpoint import compat_fields, compat_key, drafter_sha256, load_drafter, read_config
+from dflash.checkpoint import compat_fields, compat_key, drafter_sha256
 from dflash.model import Drafter, new_drafter
 from dflash.replay import Request, replay, replay_many
-from dflash.target import load_borrowed, resolve_dtype, target_id
+from dflash.target import target_id
 from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console, print_table
 from jobs.describe import by_k, describe, gain
 from jobs.intervals import Resamples
-from jobs.registry import resolve
 from jobs.regression import load_sets
 from jobs.report import publish
-from jobs.samples import load_requests
-from jobs.shape import drafter_config, none_of_target, target_fields
+from jobs.shape import drafter_config
+from jobs.sides import (
+    Borrowed,
+    Side,
+    baseline_side,
+    check_shape,
+    drafter_on,
+    features_of,
+    held_out,
+    load_on,
+)
 from jobs.slices import Row, Walks
 from store.files import commit
 from store.ids import drafter_version, short_hash
+from store.leakage import leaking
 from store.schemas import ACCEPTANCE
 from store.shards import (
     is_complete,
@@ -43,46 +52,33 @@ from store.shards import (
     write_manifest,
     write_shard,
 )
+from store.traffic import read_traffic
 
-Borrowed = tuple[Tensor, Tensor]
-"""The target's embedding and head."""
 ENOUGH = 0.98
 """Share of the answers' tokens that a draft vocabulary should hold."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """A drafter of the comparison."""
-
-    folder: Path
-    drafter: Drafter
-    version: str | None = None  # in the registry
-
-    @property
-    def k(self) -> int:
-        """Drafts per round: all that its block holds."""
-        return self.drafter.cfg.num_drafts
 
 
 def run(cfg: Config) -> dict[str, Any]:
     """Evaluate `evaluate.drafter` (default: the newest) at every K; returns the summary.
 
-    Raises ValueError without held-out samples and for a drafter of another target shape.
+    Both sides read the features of their own taps. Raises ValueError without held-out samples, for
+    a drafter of another target and for features that were not harvested.
     """
     folder = find_drafter(cfg, cfg.evaluate.drafter)
     identity = target_id(cfg.target_path)
     check_shape(cfg, folder)
-    rows, requests = load_requests(cfg, cfg.evaluate.split, sampled=True)
-    if not any(r.num_output > 1 for r in requests):
-        fix = "ingest more conversations or set evaluate.split"
-        raise none_of_target(cfg, f"{cfg.evaluate.split} sample", fix)
-    borrowed = load_borrowed(cfg.target_path, resolve_dtype(cfg.target.dtype))
-    ours = Side(folder=folder, drafter=load_drafter(folder, borrowed[0].dtype))
-    theirs = baseline_side(cfg, folder, borrowed[0].dtype)
+    borrowed = load_on(cfg)
+    ours = Side(folder=folder, drafter=drafter_on(folder, borrowed))
+    theirs = baseline_side(cfg, folder, borrowed)
     sides = [ours] if theirs is None else [ours, theirs]
-    found = [replay_all(side.drafter, borrowed, requests) for side in sides]
-    for side, walks in zip(sides, found, strict=True):
-        commit_walks(cfg, identity, side.folder, side.drafter, rows, walks)
+    rows = held_out(cfg, identity, sides)
+    found, requests, taps = [], [], ()
+    for side in sides:
+        if side.taps != taps:
+            requests.clear()  # before the others come into memory
+            requests, taps = features_of(cfg, side, rows), side.taps
+        found.append(replay_all(side.drafter, borrowed, requests))
+        commit_walks(cfg, identity, side.folder, side.drafter, rows, found[-1])
     walks = found[0]
     evaluation = {
         "drafter": folder.name,
@@ -91,6 +87,7 @@ def run(cfg: Config) -> dict[str, Any]:
         "compat_key": compat_key(ours.drafter.cfg, identity),
         "compat": compat_fields(ours.drafter.cfg, identity),
         "split": cfg.evaluate.split,
+        "leaking": leaks(cfg, identity, rows),
         "k": ours.k,
         "draftable": draftable(ours.drafter, borrowed[1], requests),
         **compare(cfg, rows, sides, [w[side.k] for side, w in zip(sides, found, strict=True)]),
@@ -99,17 +96,42 @@ def run(cfg: Config) -> dict[str, Any]:
             name: {k: tau(pick(rows, walks[k], name)) for k in sorted(walks)}
             for name in domains(rows)
         },
-        "regression": {
-            name: compare(
-                cfg, more, sides, [replay(side.drafter, *borrowed, asked, side.k) for side in sides]
-            )
-            for name, (more, asked) in load_sets(cfg).items()
-        },
+        "regression": regression(cfg, sides, borrowed),
     }
     evaluation = save_json(cfg.path("evaluations", f"{folder.name}.json"), evaluation)
     _print(evaluation)
     page = publish(cfg, evaluation["drafter_sha256"])
     return {"stage": "evaluate", "report": str(page), **evaluation}
+
+
+def leaks(cfg: Config, identity: str, rows: list[Row]) -> dict[str, int]:
+    """How many of the held-out rows share their text with training rows."""
+    train, asked = (
+        read_traffic(cfg.path("traffic"), identity, split)
+        for split in ("train", cfg.evaluate.split)
+    )
+    known = leaking(train, asked) & {row["sample_id"] for row in rows}
+    return {"leaking": len(known), "samples": len(rows)}
+
+
+def regression(cfg: Config, sides: Sequence[Side], borrowed: Borrowed) -> dict[str, Any]:
+    """The comparison on every set of evaluate.regression, each side with its own taps."""
+    sets = {
+        taps: load_sets(cfg.override("drafter", taps=list(taps)))
+        for taps in dict.fromkeys(side.taps for side in sides)
+    }
+    found = {}
+    for name in sets[sides[0].taps]:
+        walked: list[dict[tuple[str, str], tuple[Row, list[int]]]] = []
+        for side in sides:
+            rows, asked = sets[side.taps][name]
+            walks = replay(side.drafter, *borrowed, asked, side.k)
+            keys = [(row["conversation_id"], row["sample_id"]) for row in rows]
+            walked.append(dict(zip(keys, zip(rows, walks, strict=True), strict=True)))
+        both = [key for key in walked[0] if all(key in other for other in walked)]
+        walks = [[one[key][1] for key in both] for one in walked]
+        found[name] = compare(cfg, [walked[0][key][0] for key in both], sides, walks)
+    return found
 
 
 def draftable(drafter: Drafter, head: Tensor, requests: Sequence[Request]) -> float:
@@ -137,7 +159,7 @@ def compare(
             "drafter": other.folder.name,
             "drafter_sha256": drafter_sha256(other.folder),
             "tau": describe(draws, rows, walks[1], other.k),
-            **gain(draws, rows, walks[0], walks[1], min(side.k for side in sides)),
+            **gain(draws, rows, walks[0], walks[1], (sides[0].k, other.k)),
         }
     return found
 
@@ -150,18 +172,6 @@ def find_drafter(cfg: Config, named: str) -> Path:
     if not found:
         raise ValueError(f"no drafter in {cfg.path('drafters')}: run `flywheel train` first")
     return max(found, key=lambda p: (p / "config.json").stat().st_mtime)
-
-
-def check_shape(cfg: Config, folder: Path) -> None:
-    """Raise ValueError unless the drafter reads this target's features and head."""
-    found = read_config(folder)
-    for name, value in target_fields(cfg).items():
-        if getattr(found, name) != value:
-            raise ValueError(
-                f"drafter {folder}: {name} is {getattr(found, name)}, but target "
-                f"{cfg.target_path} with its features has {value}: "
-                "this drafter is for another target, or drafter.taps differ"
-            )
 
 
 def replay_all(
@@ -254,23 +264,11 @@ def pick(rows: list[Row], accepted: list[list[int]], domain: str) -> list[list[i
     return [a for row, a in zip(rows, accepted, strict=True) if row["domain"] == domain]
 
 
-def baseline_side(cfg: Config, folder: Path, dtype: torch.dtype) -> Side | None:
-    """evaluate.baseline, else the champion, if that is another drafter than `folder`."""
-    version, base = None, Path(cfg.evaluate.baseline) if cfg.evaluate.baseline else None
-    if base is None:
-        champion = resolve(cfg, "champion")
-        if champion is None or drafter_sha256(champion[1]) == drafter_sha256(folder):
-            return None
-        version, base = champion
-    check_shape(cfg, base)
-    return Side(folder=base, drafter=load_drafter(base, dtype), version=version)
-
-
 def untrained_walks(cfg: Config, requests: list[Request], k: int) -> list[list[int]]:
     """Walks of a random drafter of the configured layers: what the loop starts from."""
-    borrowed = load_borrowed(cfg.target_path, resolve_dtype(cfg.target.dtype))
+    borrowed = load_on(cfg)
     drafter = new_drafter(replace(drafter_config(cfg), draft_vocab_size=0), cfg.train.seed)
-    return replay(drafter, *borrowed, requests, k)
+    return replay(drafter.to(borrowed[0]), *borrowed, requests, k)
 
 
 def save_json(path: Path, value: dict[str, Any]) -> dict[str, Any]:
@@ -290,6 +288,12 @@ def _print(evaluation: dict[str, Any]) -> None:
         lines += [[f"{dimension} {n}", p["tau"], _words(p["ci"])] for n, p in parts.items()]
     title = f"Replay of {evaluation['drafter']} on {evaluation['split']}, K = {evaluation['k']}"
     print_table(title, ["slice", "tau", "95 % interval"], lines)
+    found = evaluation["leaking"]
+    if found["leaking"]:
+        console.print(
+            f"[yellow]{found['leaking']} of {found['samples']} samples share their text with "
+            "training samples: tau is too high for new traffic"
+        )
     if evaluation["draftable"] < ENOUGH:
         console.print(
             f"[yellow]only {evaluation['draftable']:.1%} of the answers' tokens are in the draft "

@@ -3,9 +3,15 @@
 from typing import Any
 
 from jobs.config import Promote
+from jobs.intervals import FEWEST
 from jobs.registry import Version
 
 Fields = dict[str, Any]
+
+MAX_LEAKING = 0.01
+"""Largest share of held-out samples whose text is in the training rows, too: known by heart, they
+lift tau by at most this share of its range, 0.07 at K = 7.
+"""
 
 
 def mismatches(drafter: Fields, other: Fields, whose: str) -> list[str]:
@@ -37,7 +43,7 @@ def refusals(limits: Promote, evaluation: Fields, champion: Version | None) -> l
     with no drafter at all, whose tau is 1.
     """
     tau = evaluation["tau"]
-    reasons = []
+    reasons = _leaks(evaluation["leaking"])
     if tau["pooled"] < limits.min_tau:
         reasons.append(f"tau {tau['pooled']:.3f} is below promote.min_tau {limits.min_tau}")
     baseline = evaluation["baseline"]
@@ -49,8 +55,8 @@ def refusals(limits: Promote, evaluation: Fields, champion: Version | None) -> l
         gain = interval and interval[0]
     if gain is None:
         reasons.append(
-            "too few held-out conversations, or accepted drafts in them, for an interval: ingest "
-            "more traffic, or raise ingest.test_percent"
+            f"fewer than {FEWEST} held-out conversations have a round: ingest more traffic, or "
+            "raise ingest.test_percent"
         )
     elif not gain > limits.min_gain:
         reasons.append(
@@ -71,6 +77,17 @@ def refusals(limits: Promote, evaluation: Fields, champion: Version | None) -> l
                 f"promote.max_domain_loss {limits.max_domain_loss}"
             )
     return reasons
+
+
+def _leaks(found: Fields) -> list[str]:
+    leaking, samples = found["leaking"], found["samples"]
+    if leaking <= MAX_LEAKING * samples:
+        return []
+    return [
+        f"{leaking} of {samples} held-out samples share their text with training samples, so tau "
+        "is no measure for new traffic: ingest the logs again into a new work folder (equal "
+        "beginnings then stay on one side of the split), train and evaluate there"
+    ]
 
 
 def _plain(value: Any) -> Any:

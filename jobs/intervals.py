@@ -2,7 +2,9 @@
 
 Requests of one conversation resemble one another, so conversations are what is drawn. Percentiles
 of the drawn values are too narrow with few conversations (88 % instead of 95 % at 20); dividing
-each draw by its own standard error repairs that (docs/decisions/019).
+each draw by its own standard error repairs that (docs/decisions/019). Near a limit of the scale
+draws have no error of their own and failures are too rare to be seen: there, and wherever the
+bootstrap has no end, one unseen conversation at the limit stands for them (docs/decisions/034).
 """
 
 from collections.abc import Sequence
@@ -16,6 +18,11 @@ LEVEL = 0.95
 POWER = 0.8
 FEWEST = 5
 """Conversations below which no interval is given."""
+UNSEEN = 3.0
+"""n conversations leave open, at 5 %, that a share of 3 / n is like none of them. Where that could
+outweigh all that was seen between a value and its limit, draws of those seen tell too little.
+"""
+ROUNDING = 1e-12
 
 Floats = NDArray[np.float64]
 Term = tuple[float, Floats, Floats]
@@ -24,10 +31,7 @@ Term = tuple[float, Floats, Floats]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A value with its standard error and 95 % interval.
-
-    Both are None with fewer than 5 conversations, the interval also if the event is too rare.
-    """
+    """A value with its standard error and 95 % interval: None with fewer than 5 conversations."""
 
     value: float
     error: float | None
@@ -36,8 +40,10 @@ class Estimate:
 
     @property
     def detectable(self) -> float | None:
-        """The smallest true value that such an interval excludes 0 for, 4 times out of 5."""
-        return None if self.error is None else _reach() * self.error
+        """The smallest true value that such an interval excludes 0 for, 4 times out of 5; None if
+        all conversations say the same, so that nothing is known about others.
+        """
+        return _reach() * self.error if self.error else None
 
     def conversations_for(self, effect: float) -> int | None:
         """Conversations of this kind that make `effect` detectable; None if nothing is known."""
@@ -54,46 +60,69 @@ class Resamples:
         where = {name: i for i, name in enumerate(names)}
         self.group = np.array([where[name] for name in conversations], dtype=np.int64)
         self.size = len(names)
-        chances = np.full(self.size, 1 / max(1, self.size))
-        self.weights = np.random.default_rng(seed).multinomial(self.size, chances, count)
+        chances, rng = np.full(self.size, 1 / max(1, self.size)), np.random.default_rng(seed)
+        self.weights = rng.multinomial(self.size, chances, count).astype(np.float64)
+        self.smooth = rng.exponential(size=(count, self.size + 1))  # the last: one not seen
 
-    def tau(self, accepted: Sequence[Sequence[int]]) -> Estimate:
-        """Pooled tau of walks, one per request, in the order of `conversations`."""
-        return self.estimate(self._tau(accepted))
+    def tau(self, accepted: Sequence[Sequence[int]], k: int) -> Estimate:
+        """Pooled tau of walks of k drafts, one per request, in the order of `conversations`."""
+        return self.estimate(self._tau(accepted), limits=(1.0, k + 1.0))
 
-    def tau_gain(self, ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> Estimate:
-        """Pooled tau of our walks minus that of theirs on the same requests."""
+    def tau_gain(
+        self, ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], k: int
+    ) -> Estimate:
+        """Pooled tau of our walks minus that of theirs on the same requests; k: the larger K."""
         sign, tokens, rounds = self._tau(theirs)
-        return self.estimate(self._tau(ours), (-sign, tokens, rounds))
+        return self.estimate(self._tau(ours), (-sign, tokens, rounds), limits=(1.0, k + 1.0))
 
     def position(self, accepted: Sequence[Sequence[int]], k: int) -> Estimate:
         """Share of rounds in which draft k (from 1) was accepted."""
-        return self.estimate(self._position(accepted, k))
+        return self.estimate(self._position(accepted, k), limits=(0.0, 1.0))
 
     def position_gain(
         self, ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], k: int
     ) -> Estimate:
         """The difference of that share, ours minus theirs."""
         sign, hits, rounds = self._position(theirs, k)
-        return self.estimate(self._position(ours, k), (-sign, hits, rounds))
+        return self.estimate(self._position(ours, k), (-sign, hits, rounds), limits=(0.0, 1.0))
 
-    def estimate(self, *terms: Term) -> Estimate:
-        """A signed sum of ratios of sums over conversations."""
+    def estimate(self, *terms: Term, limits: tuple[float, float]) -> Estimate:
+        """A signed sum of ratios of sums over conversations; `limits`: within which a ratio lies.
+
+        The interval: that of the studentized draws, cut where one unseen conversation at the limit
+        allows it; near a limit what the unseen conversation leaves open alone.
+        """
         inside = np.any([below > 0 for _, _, below in terms], axis=0)
         terms = tuple((sign, above[inside], below[inside]) for sign, above, below in terms)
         used = int(inside.sum())
-        value, error = _statistic(np.ones((1, used)), terms)
+        found = _statistic(np.ones((1, used)), terms)
+        value, error = found[0].item(), found[1].item()
         if used < FEWEST:
-            return Estimate(value=value.item(), error=None, interval=None, conversations=used)
-        drawn, errors = _statistic(self.weights[:, inside], terms)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            z = (drawn - value) / errors
-        return Estimate(
-            value=value.item(),
-            error=error.item(),
-            interval=_interval(z, value.item(), error.item()),
-            conversations=used,
-        )
+            return Estimate(value=value, error=None, interval=None, conversations=used)
+        interval = self._unseen(inside, terms, limits)
+        if not (len(terms) == 1 and _near(value, limits, used)):
+            weights = self.weights if used == self.size else self.weights[:, inside]
+            ends = _studentized(value, error, *_statistic(weights, terms))
+            interval = [max(interval[0], ends[0]), min(interval[1], ends[1])]
+        return Estimate(value=value, error=error, interval=interval, conversations=used)
+
+    def _unseen(
+        self, inside: NDArray[np.bool_], terms: Sequence[Term], limits: tuple[float, float]
+    ) -> list[float]:
+        """Ends of the values under exponential weights of all conversations and one more, of their
+        mean length and with the worst or the best result. For shares of yes and no this is
+        Clopper and Pearson's interval (Gaffke 2005).
+        """
+        seen, more = self.smooth[:, np.append(inside, False)], self.smooth[:, -1]
+        ends = []
+        for end, tail in ((0, (1 - LEVEL) / 2), (1, (1 + LEVEL) / 2)):
+            drawn = np.zeros(len(seen))
+            for sign, above, below in terms:
+                extra = more * below.mean()
+                limit = limits[end if sign > 0 else 1 - end]
+                drawn += sign * (seen @ above + extra * limit) / (seen @ below + extra)
+            ends.append(float(np.sort(drawn)[int(tail * len(drawn))]))
+        return ends
 
     def _tau(self, accepted: Sequence[Sequence[int]]) -> Term:
         tokens = self.sums([sum(rounds) + len(rounds) for rounds in accepted])
@@ -108,15 +137,25 @@ class Resamples:
         return np.bincount(self.group, np.asarray(per_request), self.size).astype(np.float64)
 
 
-def _interval(z: Floats, value: float, error: float) -> list[float] | None:
-    """None if an end is out of sight: too many draws have no event, hence no error of their own."""
-    if error == 0:
-        return [value, value]
+def _near(value: float, limits: tuple[float, float], conversations: int) -> bool:
+    """Whether what was not seen could outweigh all that was between a value and a limit."""
+    low, high = limits
+    return min(value - low, high - value) * conversations < UNSEEN * (high - low)
+
+
+def _studentized(value: float, error: float, drawn: Floats, errors: Floats) -> tuple[float, float]:
+    """Ends by percentiles of (drawn - value) / error; infinite where too many draws have no error
+    of their own.
+    """
+    if error < ROUNDING:
+        return -np.inf, np.inf
     tail = (1 - LEVEL) / 2
+    moved = np.where(np.abs(drawn - value) < ROUNDING, 0.0, drawn - value)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        z = moved / np.where(errors < ROUNDING, 0.0, errors)
     ordered = np.sort(z[~np.isnan(z)])
     low, high = ordered[int(tail * len(ordered))], ordered[int((1 - tail) * len(ordered))]
-    found = [float(value - high * error), float(value - low * error)]
-    return found if np.isfinite(found).all() else None
+    return float(value - high * error), float(value - low * error)
 
 
 def _statistic(weights: ArrayLike, terms: Sequence[Term]) -> tuple[Floats, Floats]:

@@ -22,6 +22,7 @@ from jobs.registry import (
     CHAMPION,
     COMPAT,
     FIELDS,
+    MAX_TAG,
     PREVIOUS,
     SHA256,
     Registry,
@@ -40,7 +41,7 @@ __all__ = ["resolve", "run"]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A drafter folder with the evaluation of exactly its weights."""
+    """A drafter folder with the evaluation of exactly what is in it."""
 
     folder: Path
     sha256: str
@@ -76,11 +77,12 @@ def read_candidate(cfg: Config) -> Candidate:
     path = cfg.path("evaluations", f"{folder.name}.json")
     if not path.is_file():
         raise ValueError(f"{folder} was not evaluated: run `flywheel evaluate {folder}`")
-    evaluation = read_json(path, ["drafter_sha256", "target_id", "tau"])
+    again = f"run `flywheel evaluate {folder}`"
+    evaluation = read_json(path, ["drafter_sha256", "target_id", "tau", "leaking"], again)
     if evaluation["drafter_sha256"] != sha256:
         raise ValueError(
-            f"{folder} has changed since {path} was written (weights {sha256[:12]}, evaluated "
-            f"{evaluation['drafter_sha256'][:12]}): run `flywheel evaluate {folder}`"
+            f"{folder} has changed since {path} was written ({sha256[:12]}, evaluated "
+            f"{evaluation['drafter_sha256'][:12]}): {again}"
         )
     fields = json.loads(json.dumps(compat_fields(shape, identity)))
     return Candidate(folder, sha256, fields, compat_key(shape, identity), evaluation)
@@ -126,10 +128,7 @@ def _foreign(cfg: Config, candidate: Candidate) -> list[str]:
         "num_target_layers": target["num_hidden_layers"],
     }
     drafter = candidate.compat | {"target_id": candidate.evaluation["target_id"]}
-    reasons = gate.mismatches(drafter, ours, "the target")
-    if not reasons and candidate.evaluation["compat_key"] != candidate.key:
-        reasons.append("config.json has changed since the evaluation: evaluate again")
-    return reasons
+    return gate.mismatches(drafter, ours, "the target")
 
 
 def _not_proven(cfg: Config, candidate: Candidate) -> list[str]:
@@ -222,7 +221,7 @@ def _refuse(
 
 def _evidence(candidate: Candidate) -> dict[str, Any]:
     kept = ("drafter", "drafter_sha256", "compat_key", "samples", "rounds", "k", "tau", "baseline")
-    return {name: candidate.evaluation[name] for name in kept}
+    return {name: candidate.evaluation[name] for name in (*kept, "leaking")}
 
 
 def _tags(candidate: Candidate) -> dict[str, str]:
@@ -237,11 +236,23 @@ def _tags(candidate: Candidate) -> dict[str, str]:
         "code.version": importlib.metadata.version("dflash-flywheel"),
         "eval.tau": f"{tau['pooled']:.6f}",
         "eval.tau.ci": json.dumps(tau["ci"]),
-        "eval.tau.domains": json.dumps(tau["domains"]),
+        "eval.tau.domains": _domains(tau["domains"]),
         "eval.samples": str(evaluation["samples"]),
         "eval.k": str(evaluation["k"]),
         "eval.baseline": (evaluation["baseline"] or {}).get("drafter_sha256", ""),
     }
+
+
+def _domains(taus: dict[str, float]) -> str:
+    """Tau of every domain as JSON, or, of more than a tag holds, their number and range; the
+    record of the decision has them all.
+    """
+    text = json.dumps(taus)
+    if len(text) > MAX_TAG:
+        text = json.dumps(
+            {"domains": len(taus), "lowest": min(taus.values()), "highest": max(taus.values())}
+        )
+    return text
 
 
 def _report(

@@ -1,8 +1,8 @@
-"""Training runs in MLflow: one run per run name, resumed when the training resumes."""
+"""Training runs in MLflow: one run per run name, resumed when the training resumes.
 
-import contextlib
-import json
-import re
+The client is that of jobs/mlflow_client.py: what fails there is a message.
+"""
+
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-import requests
 from mlflow.data.code_dataset_source import CodeDatasetSource
 from mlflow.data.meta_dataset import MetaDataset
-from mlflow.entities import Metric
+from mlflow.entities import Metric, Run
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
 from jobs.config import Config
+from jobs.mlflow_client import MlflowFault, cut, equals, open_client, plain, told
 from store.ids import short_hash
+
+__all__ = ["MlflowFault", "Tracker", "attach", "experiment_id", "metric_name", "run_named"]
+
+RUN = "flywheel.run"
+MAX_PARAM, MAX_TAG = 6000, 8000
+"""Characters of a parameter and of a tag that MLflow takes."""
 
 
 class Tracker:
@@ -31,17 +37,18 @@ class Tracker:
     def start(cls, cfg: Config, name: str, inputs: dict[str, Any]) -> "Tracker":
         """The run named `name`, created with its dataset input if it does not exist."""
         client = open_client(cfg)
-        mlflow.set_tracking_uri(cfg.mlflow_uri)
         experiment = experiment_id(client, cfg)
-        found = client.search_runs([experiment], f"tags.`flywheel.run` = '{name}'")
+        found = _find_run(client, experiment, name)
         if found:
-            client.update_run(found[0].info.run_id, status="RUNNING")
-            return cls(client, found[0].info.run_id)
-        run = client.create_run(experiment, tags={"flywheel.run": name}, run_name=name)
-        source = CodeDatasetSource(tags={key: str(value) for key, value in inputs.items()})
+            client.update_run(found.info.run_id, status="RUNNING")
+            return cls(client, found.info.run_id)
+        run = client.create_run(experiment, tags={RUN: name}, run_name=cut(name, MAX_TAG))
+        source = CodeDatasetSource(tags={key: cut(value, 8000) for key, value in inputs.items()})
         dataset = MetaDataset(source, name="traffic", digest=short_hash(inputs)[:16])
-        with mlflow.start_run(run_id=run.info.run_id):
-            mlflow.log_input(dataset, context="training")
+        with told(cfg.mlflow_uri):
+            mlflow.set_tracking_uri(cfg.mlflow_uri)
+            with mlflow.start_run(run_id=run.info.run_id):
+                mlflow.log_input(dataset, context="training")
         client.update_run(run.info.run_id, status="RUNNING")
         return cls(client, run.info.run_id)
 
@@ -49,21 +56,22 @@ class Tracker:
     def unfinished(cls, cfg: Config, name: str) -> "Tracker | None":
         """The run named `name` if it was interrupted."""
         client = open_client(cfg)
-        wanted = f"tags.`flywheel.run` = '{name}' and attributes.status != 'FINISHED'"
-        found = client.search_runs([experiment_id(client, cfg)], wanted)
-        return cls(client, found[0].info.run_id) if found else None
+        found = _find_run(client, experiment_id(client, cfg), name)
+        if found is None or found.info.status == "FINISHED":
+            return None
+        return cls(client, found.info.run_id)
 
     @classmethod
     def join(cls, cfg: Config, run_id: str) -> "Tracker":
         """The same run from a worker."""
-        return cls(MlflowClient(cfg.mlflow_uri), run_id)
+        return cls(open_client(cfg), run_id)
 
     def describe(self, params: dict[str, Any], tags: dict[str, Any], config: str) -> None:
         """Parameters (the same again is accepted), tags (how it runs now) and the configuration."""
         for name, value in params.items():
-            self.client.log_param(self.run_id, name, value)
+            self.client.log_param(self.run_id, name, cut(value, MAX_PARAM))
         for name, value in tags.items():
-            self.client.set_tag(self.run_id, f"execution.{name}", value)
+            self.client.set_tag(self.run_id, f"execution.{name}", cut(value, MAX_TAG))
         self.client.log_text(self.run_id, config, "config.yaml")
 
     def log(self, step: int, history: list[dict[str, float]], values: dict[str, float]) -> None:
@@ -104,20 +112,24 @@ class Tracker:
         self.client.set_terminated(self.run_id, status)
 
 
-def attach(cfg: Config, name: str, file: Path, folder: str) -> None:
-    """Keep a file below `folder` of the run named `name`: that of its training, or a new one for
-    a drafter that was trained elsewhere.
+def run_named(client: MlflowClient, cfg: Config, name: str) -> str:
+    """The id of the run named `name`: that of its training, or a new one for a drafter that was
+    trained elsewhere.
     """
-    client = open_client(cfg)
     experiment = experiment_id(client, cfg)
-    found = client.search_runs([experiment], f"tags.`flywheel.run` = {json.dumps(name)}")
+    found = _find_run(client, experiment, name)
     if found:
-        run_id = found[0].info.run_id
-    else:
-        run = client.create_run(experiment, tags={"flywheel.run": name}, run_name=name)
-        run_id = run.info.run_id
-        client.set_terminated(run_id)
-    client.log_artifact(run_id, str(file), folder)
+        return found.info.run_id
+    run = client.create_run(experiment, tags={RUN: name}, run_name=name)
+    client.set_terminated(run.info.run_id)
+    return run.info.run_id
+
+
+def attach(cfg: Config, name: str, file: Path, folder: str) -> None:
+    """Keep a text file below `folder` of the run named `name` (`run_named`)."""
+    client = open_client(cfg)
+    run_id = run_named(client, cfg, name)
+    client.log_text(run_id, file.read_text(), f"{folder}/{plain(file.stem)}{file.suffix}")
 
 
 def metric_name(name: str) -> str:
@@ -125,36 +137,13 @@ def metric_name(name: str) -> str:
     other characters are replaced and what is long is cut; a hash keeps such names apart.
     """
     kind, slash, domain = name.partition("/")
-    plain = re.sub(r"[^\w\-. :]", "_", domain)[:100]
-    if slash and (plain != domain or not plain.strip(".")):
-        plain += f"-{short_hash(domain)[:6]}"
-    return kind + slash + plain
+    return kind + slash + (plain(domain) if slash else "")
 
 
-def open_client(cfg: Config) -> MlflowClient:
-    """A client of mlflow.uri for runs and registry.
-
-    Raises ValueError if no server answers or the file is no database; MLflow would try for minutes.
-    """
-    uri = cfg.mlflow_uri
-    if uri.startswith(("http://", "https://")):
-        try:
-            with contextlib.suppress(requests.exceptions.SSLError):  # it answers, at least
-                requests.get(f"{uri.rstrip('/')}/health", timeout=10)
-        except requests.exceptions.RequestException as error:
-            raise ValueError(
-                f"mlflow.uri {uri} does not answer ({type(error).__name__}): start the MLflow "
-                "server there, or correct mlflow.uri"
-            ) from error
-    file = Path(uri.removeprefix("sqlite:///"))
-    if uri.startswith("sqlite:///") and file.is_file():
-        with file.open("rb") as stream:
-            start = stream.read(16)
-        if start and start != b"SQLite format 3\0":
-            raise ValueError(
-                f"{file} is not an SQLite database: restore it, or move it away to begin a new one"
-            )
-    return MlflowClient(uri, uri)
+def _find_run(client: MlflowClient, experiment: str, name: str) -> Run | None:
+    """The newest run named `name`."""
+    found = client.search_runs([experiment], equals(f"tags.`{RUN}`", name))
+    return next((run for run in found if run.data.tags[RUN] == name), None)
 
 
 def _now() -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-from mlflow.exceptions import MlflowException
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -43,7 +42,7 @@ from jobs.progress import follow
 from jobs.samples import check_features
 from jobs.settings import split_identity, to_yaml
 from jobs.shape import target_taps
-from jobs.tracking import Tracker
+from jobs.tracking import MlflowFault, Tracker
 from store.shards import read_manifests
 
 RETRIES = 2
@@ -106,7 +105,7 @@ def _train(cfg: Config, name: str, shape: DrafterConfig) -> dict[str, Any]:
         with cluster(cfg):
             result = _fit(cfg, name, shape, tracker.run_id)
     except BaseException:  # Ctrl-C, too: the same command makes it run again
-        with suppress(MlflowException):
+        with suppress(MlflowFault):
             tracker.end("FAILED")
         raise
     _draw(tracker, val)

@@ -105,7 +105,7 @@ class Facts:
             rounds=total["rounds"],
             tau=total["tau_tokens_per_round"],
             macro=total["tau_macro"],
-            ci=draws.tau(accepted).interval,
+            ci=draws.tau(accepted, k).interval,
             positions=[r["accept_rate"] for r in pick(self.rates, **where)],
             positions_ci=[draws.position(accepted, i).interval for i in range(1, k + 1)],
             domains={n: r["tau_tokens_per_round"] for n, r in taus.items() if n != ALL},

@@ -137,7 +137,7 @@ def evaluation(ours, theirs):
         "drafter": "sql-run-0",
         "drafter_sha256": THEIRS,
         "tau": describe(draws, rows, theirs, 7),
-        **gain(draws, rows, ours[7], theirs, 7),
+        **gain(draws, rows, ours[7], theirs, (7, 7)),
     }
     return {
         "drafter": "sql-run-1",
@@ -185,7 +185,7 @@ def cells(page, table):
 
 
 def headline(accepted, k, origin, name="sql-run-1"):
-    ci = Resamples([f"c{i // 2}" for i in range(24)], 1000).tau(accepted).interval
+    ci = Resamples([f"c{i // 2}" for i in range(24)], 1000).tau(accepted, k).interval
     return [name, origin, str(k), f"{tau(accepted):.3f}", interval(ci)] + [
         f"{tau_macro(accepted):.3f}",
         str(num_rounds(accepted)),
