@@ -39,3 +39,14 @@ def rivals(tmp_path_factory, ray_cluster):
 def work(tmp_path_factory, harvested):
     """A copy of `harvested` for one test module."""
     return shutil.copytree(harvested, tmp_path_factory.mktemp("work") / "work")
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory):
+    """MLflow needs ten seconds to make its tables: once."""
+    from jobs.config import load
+    from jobs.registry import Registry
+
+    cfg = load(None, [f"work={tmp_path_factory.mktemp('mlflow')}"])
+    assert Registry(cfg).current("champion") is None
+    return cfg.path("mlflow.db")

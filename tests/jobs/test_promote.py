@@ -9,41 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from dflash.checkpoint import compat_fields, compat_key, drafter_sha256, save_drafter
-from dflash.config import DrafterConfig
-from dflash.model import Drafter
-from dflash.target import target_id
+from dflash.checkpoint import drafter_sha256, load_drafter, save_drafter
 from jobs import cli, preflight, promote, registry, rollback
-from jobs.config import Config, load
+from jobs.config import load
 from jobs.registry import Registry, lease
 from store import promotions
-
-SHAPE = DrafterConfig(
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    vocab_size=50,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    block_size=4,
-    num_target_layers=4,
-    target_layer_ids=(0, 2),
-    mask_token_id=49,
-)
-
-
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory):
-    """MLflow needs ten seconds to make its tables: once."""
-    cfg = load(None, [f"work={tmp_path_factory.mktemp('mlflow')}"])
-    assert Registry(cfg).current("champion") is None
-    return cfg.path("mlflow.db")
+from tests.promotion import SHAPE, actions, aliases, evaluate, make_drafter, make_target, promoted
 
 
 @pytest.fixture
@@ -54,83 +26,19 @@ def cfg(tmp_path, empty_database):
     return config
 
 
-def make_target(cfg: Config, **changes):
-    folder = cfg.path("target")
-    folder.mkdir(exist_ok=True)
-    shape = {"hidden_size": 16, "vocab_size": 50, "num_hidden_layers": 4} | changes
-    (folder / "config.json").write_text(json.dumps(shape))
-    save_file({"w": torch.zeros(4)}, folder / "model.safetensors")
-
-
-def make_drafter(cfg: Config, name: str, seed: int, shape: DrafterConfig = SHAPE):
-    torch.manual_seed(seed)
-    return save_drafter(Drafter(shape), cfg.path("drafters", name), torch.float32)
-
-
-def evaluate(cfg: Config, folder, tau=2.0, against=None, gain=0.2, shape=SHAPE, **changes):
-    """What `flywheel evaluate` writes; `against` is the folder of the baseline."""
-    identity = target_id(cfg.target_path)
-    measured = {
-        "pooled": tau,
-        "macro": tau,
-        "domains": {"a": tau, "b": tau},
-        "positions": [0.5, 0.3, 0.2],
-        "ci": [tau - 0.1, tau + 0.1],
-    }
-    baseline = None
-    if against is not None:
-        baseline = {
-            "version": None,
-            "drafter_sha256": drafter_sha256(against),
-            "tau": measured | {"pooled": tau - gain, "domains": {"a": tau - gain, "b": tau - gain}},
-            "delta_ci": [gain - 0.1, gain + 0.1],
-        }
-    evaluation = {
-        "drafter": folder.name,
-        "drafter_sha256": drafter_sha256(folder),
-        "target_id": identity,
-        "compat_key": compat_key(shape, identity),
-        "compat": compat_fields(shape, identity),
-        "tau": measured,
-        "baseline": baseline,
-        "samples": 10,
-        "rounds": 100,
-        "k": 3,
-    }
-    path = cfg.path("evaluations", f"{folder.name}.json")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(evaluation | changes))
-    return path
-
-
-def promoted(cfg: Config, name: str, seed: int, against=None, **kwargs):
-    folder = make_drafter(cfg, name, seed)
-    evaluate(cfg, folder, against=against, **kwargs)
-    return folder, promote.run(replace(cfg, promote=replace(cfg.promote, drafter=str(folder))))
-
-
-def aliases(cfg: Config):
-    found = {name: Registry(cfg).current(name) for name in ("champion", "previous", "challenger")}
-    return {name: version.number for name, version in found.items() if version is not None}
-
-
-def actions(cfg: Config):
-    records = promotions.read(cfg.path("promotions"))
-    return [(r["action"], r["from_version"], r["to_version"]) for r in records]
-
-
 def test_first_champion_second_champion_and_rollback(cfg):
     first, summary = promoted(cfg, "one", 1)
     assert (summary["decision"], summary["ok"], summary["version"]) == ("promoted", True, "1")
     assert json.loads(json.dumps(summary)) == summary
-    assert registry.resolve(cfg, "champion") == ("1", first)
+    number, folder = opened(cfg, "champion")
+    assert (number, folder.name, drafter_sha256(folder)) == ("1", "one", drafter_sha256(first))
     second, summary = promoted(cfg, "two", 2, against=first)
     assert (summary["version"], summary["previous"]) == ("2", "1")
     assert aliases(cfg) == {"champion": "2", "previous": "1"}
     back = rollback.run(load(None, [f"work={cfg.work}", "rollback.reason=slow"]))
     assert (back["version"], back["previous"]) == ("1", "2")
     assert aliases(cfg) == {"champion": "1", "previous": "2"}
-    assert promote.resolve(cfg, "2") == ("2", second)
+    assert drafter_sha256(opened(cfg, "2")[1]) == drafter_sha256(second)
     assert actions(cfg) == [("promote", None, "1"), ("promote", "1", "2"), ("rollback", "2", "1")]
     record = promotions.read(cfg.path("promotions"))[1]
     assert record["evidence"]["baseline"]["drafter_sha256"] == drafter_sha256(first)
@@ -248,14 +156,20 @@ def test_another_shape_needs_a_word(cfg):
     assert promote.run(allowed)["decision"] == "promoted"
 
 
-def test_config_edited_after_the_evaluation(cfg):
+def test_config_edited_after_the_evaluation(cfg, capsys):
+    """The same weights under another config are another drafter, whose tau nobody measured."""
     folder = make_drafter(cfg, "one", 1)
     evaluate(cfg, folder)
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
-    assert promote.run(cfg)["reasons"] == [
-        "config.json has changed since the evaluation: evaluate again"
-    ]
+    assert cli.main(["promote", str(folder), f"work={cfg.work}"]) == 2
+    assert f"has changed since {cfg.path('evaluations', 'one.json')}" in capsys.readouterr().err
+    evaluate(cfg, folder)
+    assert promote.run(cfg)["version"] == "1"
+    edited = opened(cfg, "champion")[1] / "config.json"
+    edited.write_text(edited.read_text().replace("20000.0", "10000.0"))
+    with pytest.raises(ValueError, match="holds another drafter than was registered"):
+        registry.resolve(cfg, "champion")
 
 
 def test_user_errors_are_one_message(cfg, capsys):
@@ -278,13 +192,22 @@ def test_user_errors_are_one_message(cfg, capsys):
     assert cli.main(["promote", str(folder), f"work={cfg.work}"]) == 1
 
 
-def test_resolve_checks_the_weights_and_names_the_folder(cfg):
-    folder, _ = promoted(cfg, "one", 1)
-    make_drafter(cfg, "one", 9)
-    with pytest.raises(ValueError, match=r"drafters/one holds other weights"):
+def opened(cfg, name):
+    found = registry.resolve(cfg, name)
+    assert found is not None
+    return found
+
+
+def test_resolve_checks_the_drafter_and_names_the_folder(cfg):
+    source, _ = promoted(cfg, "one", 1)
+    shutil.rmtree(source)  # a version is what was uploaded, not the folder it came from
+    folder = opened(cfg, "champion")[1]
+    assert folder.is_relative_to(cfg.path("mlartifacts"))
+    save_drafter(load_drafter(folder), folder, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"drafters/.*/one holds another drafter"):
         registry.resolve(cfg, "champion")
     shutil.rmtree(folder)
-    with pytest.raises(ValueError, match=r"drafters/one is gone; version 1"):
+    with pytest.raises(ValueError, match=r"drafters/.*/one is gone; version 1"):
         registry.resolve(cfg, "champion")
     with pytest.raises(ValueError, match="no version 7"):
         registry.resolve(cfg, "7")
@@ -295,10 +218,32 @@ def test_rollback_skips_what_no_longer_loads(cfg):
     first, _ = promoted(cfg, "one", 1)
     second, _ = promoted(cfg, "two", 2, against=first)
     promoted(cfg, "three", 3, against=second)
-    shutil.rmtree(second)
+    shutil.rmtree(opened(cfg, "2")[1])
     summary = rollback.run(cfg)
     assert summary["version"] == "1"
     assert "two is gone" in summary["skipped"][0]
+
+
+def test_a_leaking_held_out_set_decides_nothing(cfg):
+    """Turns of one chat on both sides of the split: what was learned by heart is no gain."""
+    folder = make_drafter(cfg, "one", 1)
+    evaluate(cfg, folder, leaking={"leaking": 2, "samples": 100})
+    (reason,) = promote.run(cfg)["reasons"]
+    assert reason.startswith("2 of 100 held-out samples share their text with training samples")
+    evaluate(cfg, folder, leaking={"leaking": 1, "samples": 100})
+    assert promote.run(cfg)["decision"] == "promoted"
+    record = promotions.read(cfg.path("promotions"))[-1]
+    assert record["evidence"]["leaking"] == {"leaking": 1, "samples": 100}
+
+
+def test_an_evaluation_that_does_not_know_about_leaks_is_made_again(cfg, capsys):
+    folder = make_drafter(cfg, "one", 1)
+    path = evaluate(cfg, folder)
+    old = json.loads(path.read_text())
+    del old["leaking"]
+    path.write_text(json.dumps(old))
+    assert cli.main(["promote", str(folder), f"work={cfg.work}"]) == 2
+    assert f"it lacks leaking): run `flywheel evaluate {folder}`" in capsys.readouterr().err
 
 
 def test_registry_that_was_never_written_is_not_created_by_asking(tmp_path):

@@ -6,10 +6,12 @@ import os
 import pytest
 import torch
 
-from dflash.checkpoint import drafter_sha256
+from dflash.checkpoint import drafter_sha256, save_drafter
+from dflash.model import Drafter
 from dflash.target import target_id
 from jobs import serve
 from jobs.config import load
+from tests.promotion import SHAPE
 from tests.tiny import make_target
 
 
@@ -29,8 +31,8 @@ def test_auto_is_resolved_for_the_device_that_serves(cfg, monkeypatch):
         assert serve.served_dtype(named) == torch.float16
 
 
-def verified(cfg, name, age, **changes):
-    found = {"drafter_sha256": drafter_sha256(cfg.target_path), "k_by_batch_size": [7, 3]}
+def verified(cfg, folder, name, age, **changes):
+    found = {"drafter_sha256": drafter_sha256(folder), "k_by_batch_size": [7, 3]}
     path = cfg.path("verified", f"{name}.json")
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(found | {"target_id": target_id(cfg.target_path)} | changes))
@@ -38,14 +40,18 @@ def verified(cfg, name, age, **changes):
     return path
 
 
-def test_k_is_what_the_latest_verify_of_these_weights_chose(cfg):
-    folder = cfg.target_path  # any folder of weights
+def test_k_is_what_the_latest_verify_of_this_drafter_chose(cfg):
+    folder = save_drafter(Drafter(SHAPE), cfg.path("drafters", "one"), torch.float32)
     assert serve.verified_k(cfg, folder) == []
-    verified(cfg, "a", 30)
-    verified(cfg, "b", 20, k_by_batch_size=[5])
-    verified(cfg, "c", 10, drafter_sha256="other", k_by_batch_size=[1])
+    verified(cfg, folder, "a", 30)
+    verified(cfg, folder, "b", 20, k_by_batch_size=[5])
+    verified(cfg, folder, "c", 10, drafter_sha256="other", k_by_batch_size=[1])
     assert serve.verified_k(cfg, folder) == [5]
-    path = verified(cfg, "d", 0)
+    path = verified(cfg, folder, "d", 0)
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"d\.json is damaged \(it lacks target_id"):
         serve.verified_k(cfg, folder)
+    path.unlink()
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("1e-05", "0.1"))
+    assert serve.verified_k(cfg, folder) == [], "another rms_norm_eps is another drafter"

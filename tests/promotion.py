@@ -1,0 +1,99 @@
+"""Drafters with evaluations as `flywheel evaluate` writes them, for tests of what follows."""
+
+import json
+from dataclasses import replace
+
+import torch
+from safetensors.torch import save_file
+
+from dflash.checkpoint import compat_fields, compat_key, drafter_sha256, save_drafter
+from dflash.config import DrafterConfig
+from dflash.model import Drafter
+from dflash.target import target_id
+from jobs import promote
+from jobs.config import Config
+from jobs.registry import Registry
+from store import promotions
+
+SHAPE = DrafterConfig(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    vocab_size=50,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    block_size=4,
+    num_target_layers=4,
+    target_layer_ids=(0, 2),
+    mask_token_id=49,
+)
+
+
+def make_target(cfg: Config, **changes):
+    folder = cfg.path("target")
+    folder.mkdir(exist_ok=True)
+    shape = {"hidden_size": 16, "vocab_size": 50, "num_hidden_layers": 4} | changes
+    (folder / "config.json").write_text(json.dumps(shape))
+    save_file({"w": torch.zeros(4)}, folder / "model.safetensors")
+
+
+def make_drafter(cfg: Config, name: str, seed: int, shape: DrafterConfig = SHAPE):
+    torch.manual_seed(seed)
+    return save_drafter(Drafter(shape), cfg.path("drafters", name), torch.float32)
+
+
+def evaluate(cfg: Config, folder, tau=2.0, against=None, gain=0.2, shape=SHAPE, **changes):
+    """What `flywheel evaluate` writes; `against` is the folder of the baseline."""
+    identity = target_id(cfg.target_path)
+    measured = {
+        "pooled": tau,
+        "macro": tau,
+        "domains": {"a": tau, "b": tau},
+        "positions": [0.5, 0.3, 0.2],
+        "ci": [tau - 0.1, tau + 0.1],
+    }
+    baseline = None
+    if against is not None:
+        baseline = {
+            "version": None,
+            "drafter_sha256": drafter_sha256(against),
+            "tau": measured | {"pooled": tau - gain, "domains": {"a": tau - gain, "b": tau - gain}},
+            "delta_ci": [gain - 0.1, gain + 0.1],
+        }
+    evaluation = {
+        "drafter": folder.name,
+        "drafter_sha256": drafter_sha256(folder),
+        "target_id": identity,
+        "compat_key": compat_key(shape, identity),
+        "compat": compat_fields(shape, identity),
+        "tau": measured,
+        "baseline": baseline,
+        "leaking": {"leaking": 0, "samples": 10},
+        "samples": 10,
+        "rounds": 100,
+        "k": 3,
+    }
+    path = cfg.path("evaluations", f"{folder.name}.json")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(evaluation | changes))
+    return path
+
+
+def promoted(cfg: Config, name: str, seed: int, against=None, **kwargs):
+    folder = make_drafter(cfg, name, seed)
+    evaluate(cfg, folder, against=against, **kwargs)
+    return folder, promote.run(replace(cfg, promote=replace(cfg.promote, drafter=str(folder))))
+
+
+def aliases(cfg: Config):
+    found = {name: Registry(cfg).current(name) for name in ("champion", "previous", "challenger")}
+    return {name: version.number for name, version in found.items() if version is not None}
+
+
+def actions(cfg: Config):
+    records = promotions.read(cfg.path("promotions"))
+    return [(r["action"], r["from_version"], r["to_version"]) for r in records]
