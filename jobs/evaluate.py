@@ -71,7 +71,7 @@ def run(cfg: Config) -> dict[str, Any]:
     ours = Side(folder=folder, drafter=drafter_on(folder, borrowed))
     theirs = baseline_side(cfg, folder, borrowed)
     sides = [ours] if theirs is None else [ours, theirs]
-    rows = held_out(cfg, identity, sides)
+    rows = held_out(cfg, sides)
     found, requests, taps = [], [], ()
     for side in sides:
         if side.taps != taps:

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import logging
+import os
 import re
 from collections.abc import Iterator
 from functools import wraps
@@ -86,6 +87,7 @@ def open_client(cfg: Config) -> MlflowClient:
     minutes.
     """
     uri = cfg.mlflow_uri
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for JSON
     for chatty in ("mlflow.store.db.utils", "alembic"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     if uri.startswith(("http://", "https://")):

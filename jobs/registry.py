@@ -124,7 +124,9 @@ class Registry:
         if number is None:
             run_id, source = self._upload(folder, tags[SHA256])
             self._create_model()
-            made = self.client.create_model_version(self.model, source, run_id=run_id, tags=tags)
+            made = self.client.create_model_version(
+                self.model, source, run_id=run_id, tags=tags, await_creation_for=0
+            )
             number = str(made.version)
         else:
             for name, value in tags.items():

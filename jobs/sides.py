@@ -13,7 +13,7 @@ from dflash.target import load_borrowed
 from jobs.config import Config
 from jobs.registry import resolve
 from jobs.samples import load_rows, set_aside, with_features
-from jobs.shape import compute_device, compute_dtype, target_fields, target_taps
+from jobs.shape import compute_device, compute_dtype, none_of_target, target_fields, target_taps
 from jobs.slices import Row
 
 Borrowed = tuple[Tensor, Tensor]
@@ -74,7 +74,7 @@ def drafter_on(folder: Path, borrowed: Borrowed) -> Drafter:
     return load_drafter(folder, borrowed[0].dtype).to(borrowed[0].device)
 
 
-def held_out(cfg: Config, identity: str, sides: Sequence[Side]) -> list[Row]:
+def held_out(cfg: Config, sides: Sequence[Side]) -> list[Row]:
     """Rows of the split, greedy and sampled, that no side's harvest set aside: pairs only."""
     aside = set().union(*(set_aside(cfg, side.taps) for side in sides))
     rows = [
@@ -83,10 +83,8 @@ def held_out(cfg: Config, identity: str, sides: Sequence[Side]) -> list[Row]:
         if row["sample_id"] not in aside
     ]
     if not any(len(row["output_ids"]) > 1 for row in rows):
-        raise ValueError(
-            f"no {cfg.evaluate.split} sample of target {identity} in {cfg.path('traffic')}: "
-            "ingest more conversations or set evaluate.split"
-        )
+        fix = "ingest more conversations or set evaluate.split"
+        raise none_of_target(cfg, f"{cfg.evaluate.split} sample", fix)
     return rows
 
 

@@ -9,15 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import mlflow
 from mlflow.data.code_dataset_source import CodeDatasetSource
 from mlflow.data.meta_dataset import MetaDataset
-from mlflow.entities import Metric, Run
+from mlflow.entities import DatasetInput, InputTag, Metric, Run
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
 from jobs.config import Config
-from jobs.mlflow_client import MlflowFault, cut, equals, open_client, plain, told
+from jobs.mlflow_client import MlflowFault, cut, equals, open_client, plain
 from store.ids import short_hash
 
 __all__ = ["MlflowFault", "Tracker", "attach", "experiment_id", "metric_name", "run_named"]
@@ -45,11 +44,10 @@ class Tracker:
         run = client.create_run(experiment, tags={RUN: name}, run_name=cut(name, MAX_TAG))
         source = CodeDatasetSource(tags={key: cut(value, 8000) for key, value in inputs.items()})
         dataset = MetaDataset(source, name="traffic", digest=short_hash(inputs)[:16])
-        with told(cfg.mlflow_uri):
-            mlflow.set_tracking_uri(cfg.mlflow_uri)
-            with mlflow.start_run(run_id=run.info.run_id):
-                mlflow.log_input(dataset, context="training")
-        client.update_run(run.info.run_id, status="RUNNING")
+        context = [InputTag("mlflow.data.context", "training")]
+        client.log_inputs(
+            run.info.run_id, datasets=[DatasetInput(dataset._to_mlflow_entity(), context)]
+        )
         return cls(client, run.info.run_id)
 
     @classmethod

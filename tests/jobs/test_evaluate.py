@@ -7,14 +7,17 @@ import pytest
 import torch
 
 from dflash.acceptance import tau
-from dflash.checkpoint import load_drafter
+from dflash.checkpoint import load_drafter, save_drafter
 from dflash.decode import decode
 from dflash.identity import target_id
+from dflash.model import new_drafter
 from dflash.replay import Request, replay
 from dflash.target import load_target
-from jobs import evaluate, regression
+from jobs import evaluate, harvest, regression, sides
 from jobs.config import Config, load
 from jobs.gate import refusals
+from jobs.samples import load_requests
+from jobs.shape import drafter_config
 from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
 from tests.work import RIVAL_SETTINGS
@@ -154,3 +157,70 @@ def test_two_sets_of_one_name_are_refused(work, tmp_path):
     second = write(tmp_path / "x" / "g.jsonl", {"question": "w6", "answer": "1"})
     with pytest.raises(ValueError, match="different names, got g, g"):
         regression.load_sets(configure(work, f"evaluate.regression=[{first},{second}]"))
+
+
+def test_a_drafter_with_other_taps_is_compared_on_the_same_samples(work, tmp_path):
+    """It could never replace a champion: evaluate refused the comparison, the gate asked for it."""
+    work = shutil.copytree(work, tmp_path / "work")
+    cfg = configure(work, f"evaluate.baseline={work / 'blank'}")
+    other = cfg.override("drafter", taps=[1, 4], block_size=4)
+    save_drafter(new_drafter(drafter_config(other), 5), work / "drafters" / "taps", torch.float32)
+    cfg = cfg.override("evaluate", drafter=str(work / "drafters" / "taps"))
+    with pytest.raises(ValueError, match=r"16 of 16 .*`flywheel harvest drafter\.taps=1,4`"):
+        evaluate.run(cfg)
+    harvest.run(configure(work, "drafter.taps=1,4"))
+    found = evaluate.run(cfg)
+    alone = evaluate.run(configure(work, f"evaluate.drafter={work / 'blank'}"))
+    assert found["samples"] == found["baseline"]["conversations"] == 16
+    assert found["compat"]["target_layer_ids"] == [1, 4]
+    assert len(found["baseline"]["delta_positions"]) == found["k"] == 3
+    assert found["baseline"]["tau"]["pooled"] == alone["tau"]["pooled"], "its own features"
+    backwards = cfg.override(
+        "evaluate", drafter=str(work / "blank"), baseline=str(work / "drafters" / "taps")
+    )
+    assert evaluate.run(backwards)["baseline"]["delta"] == pytest.approx(
+        -found["baseline"]["delta"]
+    )
+
+
+def test_samples_that_either_side_set_aside_are_left_out_of_both(work, monkeypatch):
+    cfg = configure(work, f"evaluate.baseline={work / 'blank'}")
+    everything = {row["sample_id"] for row in sides.load_rows(cfg, "test", sampled=True)}
+    gone = set(sorted(everything)[:3])
+    monkeypatch.setattr(sides, "set_aside", lambda *_: gone)
+    found = evaluate.run(cfg)
+    assert (found["samples"], found["baseline"]["conversations"]) == (13, 13)
+    monkeypatch.setattr(sides, "set_aside", lambda *_: everything)
+    with pytest.raises(ValueError, match="no test sample of target"):
+        evaluate.run(cfg)
+
+
+def test_a_leaking_set_is_counted_and_said(work, monkeypatch, capsys):
+    cfg = configure(work)
+    assert evaluate.run(cfg)["leaking"] == {"leaking": 0, "samples": 16}
+    monkeypatch.setattr(
+        evaluate, "leaking", lambda train, asked: {*asked["sample_id"].to_pylist()[:2], "other"}
+    )
+    assert evaluate.run(cfg)["leaking"] == {"leaking": 2, "samples": 16}
+    assert "2 of 16 samples share their text with training" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_side_is_replayed_in_the_dtype_of_the_config(work, dtype):
+    """In bfloat16 an untrained drafter met features of another dtype: a traceback behind verify."""
+    name = str(dtype).removeprefix("torch.")
+    cfg = configure(work, f"evaluate.baseline={work / 'blank'}", f"target.dtype={name}")
+    borrowed = sides.load_on(cfg)
+    assert borrowed[0].dtype == dtype
+    assert sides.drafter_on(work / "blank", borrowed).fc.weight.dtype == dtype
+    found = evaluate.run(cfg)
+    # The tiny target's answers are memorised with room: 0.1 tau is five rounds in 200.
+    assert found["tau"]["pooled"] == pytest.approx(known_tau(work), abs=0.1)
+    rows, requests = load_requests(cfg, "test")
+    walks = evaluate.untrained_walks(cfg, requests, 4)
+    assert tau(walks) < 1.3
+    assert len(walks) == len(rows)
+
+
+def known_tau(work):
+    return evaluate.run(configure(work))["tau"]["pooled"]
