@@ -148,7 +148,7 @@ def test_a_loss_on_a_regression_set_is_refused(work, tmp_path):
     reasons = refusals(cfg.promote, found, None)
     assert any("regression set g loses 0.500 tau" in reason for reason in reasons)
     found["tau"]["ci"] = None
-    assert any("for an interval" in reason for reason in refusals(cfg.promote, found, None))
+    assert any("have a round" in reason for reason in refusals(cfg.promote, found, None))
 
 
 def test_two_sets_of_one_name_are_refused(work, tmp_path):

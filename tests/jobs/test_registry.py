@@ -48,7 +48,7 @@ def kept(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(kept):
     """An MLflow server that keeps artifacts, as a team runs it; ends with the module."""
-    folder = kept
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
