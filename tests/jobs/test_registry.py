@@ -48,17 +48,16 @@ def kept(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(kept):
     """An MLflow server that keeps artifacts, as a team runs it; ends with the module."""
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    command += ["--artifacts-destination", str(folder / "artifacts"), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{kept}/mlflow.db"]
+    command += ["--artifacts-destination", str(kept / "artifacts"), "--workers", "1"]
     with (
-        (folder / "log").open("w") as log,
+        (kept / "log").open("w") as log,
         subprocess.Popen(
-            command, cwd=folder, stdout=log, stderr=log, start_new_session=True
+            command, cwd=kept, stdout=log, stderr=log, start_new_session=True
         ) as process,
     ):
         try:
