@@ -87,7 +87,7 @@ def parse_log(path: Path, size: int, sha256: str, rules: Rules) -> Iterator[Outc
     """
     digest = hashlib.sha256()
     with open_log(path) as stream:
-        offset = 0
+        offset, broken = 0, None
         while offset < size:
             line = stream.readline(min(MAX_LINE_BYTES, size - offset))
             if not line:
@@ -95,18 +95,23 @@ def parse_log(path: Path, size: int, sha256: str, rules: Rules) -> Iterator[Outc
             start, whole = offset, line.endswith(b"\n") or offset + len(line) >= size
             offset += len(line)
             digest.update(line)
+            broken = damage(stream) if offset >= size else None
             if start == 0 and line.startswith(BOM):
                 line, start = line[len(BOM) :], len(BOM)
             if not whole:
                 offset = _skip_line(stream, offset, size, digest)
                 yield Reject(start, "line_too_long", b"")  # its consent may be in what was skipped
-            elif line.strip():
+            elif line.strip() and not (broken and _is_cut(line)):
                 yield from _parse_line(line, start, rules)
         if digest.hexdigest() != sha256:
             raise ValueError(f"{path}: changed while it was read; run again")
-        broken = damage(stream)
-        if broken is not None:
+        broken = broken or damage(stream)
+        if broken:
             yield Reject(offset, "damaged_file", b"", broken)
+
+
+def _is_cut(line: bytes) -> bool:
+    return not line.endswith(b"\n") and _load(line) is _UNREADABLE
 
 
 def _skip_line(stream: Any, offset: int, size: int, digest: Any) -> int:
