@@ -77,13 +77,16 @@ class Ingest:
 
     logs: list[str] = setting([], "log files, folders or globs; empty: <work>/capture", path=True)
     default_domain: str = setting("default", "domain of a request that names none")
-    min_output_tokens: int = setting(2, "shorter answers are rejected", minimum=2)
+    models: list[str] = setting(
+        [], "model names the target answers under; empty: the one name that the logs hold"
+    )
+    min_output_tokens: int = setting(2, "shorter answers are not used", minimum=2)
     val_percent: int = setting(
         10, "share of conversations held out for checkpoint choice", minimum=0
     )
     test_percent: int = setting(10, "share of conversations held out for evaluation", minimum=0)
     max_reject_rate: float = setting(
-        0.05, "stop when a larger share of lines is rejected", minimum=0
+        0.05, "stop when a larger share of records is damaged or cannot be trusted", minimum=0
     )
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 One question over the work folder, answered by DuckDB. Views `acceptance`, `traffic`, `rejects`,
 `promotions`, `champion` and the macros of sql/00_sources.sql are there already. Reads what
-manifests publish, writes nothing.
+manifests publish, writes nothing. Times and days are UTC.
 """
 
 import glob
@@ -22,12 +22,12 @@ from jobs.console import console, print_table
 from store import promotions
 from store.schemas import ACCEPTANCE, REJECTS, TRAFFIC
 from store.shards import shard_paths
+from store.traffic import read_traffic
 
 FOLDER = Path(next(iter(sql.__path__)))
 SOURCES = "00_sources.sql"
 DATASETS = {
     "acceptance_rows": ("acceptance", ACCEPTANCE),
-    "traffic_rows": ("traffic", TRAFFIC),
     "reject_rows": ("rejects", REJECTS),
 }
 MAX_SUMMARY_ROWS = 200
@@ -59,7 +59,7 @@ def run(cfg: Config) -> dict[str, Any]:
 
 def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
     """The result of `query` over the work folder. Raises ValueError starting with `name`."""
-    with connect(cfg) as connection:
+    with connect(cfg, with_traffic="traffic" in query.lower()) as connection:
         try:
             found = connection.sql(query)
             if found is None:
@@ -69,8 +69,11 @@ def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
             raise ValueError(f"{name}: {error}") from error
 
 
-def connect(cfg: Config) -> duckdb.DuckDBPyConnection:
-    """An in-memory DuckDB with the views and macros over the published files of the work folder."""
+def connect(cfg: Config, with_traffic: bool) -> duckdb.DuckDBPyConnection:
+    """An in-memory DuckDB with the views and macros over the published files of the work folder.
+
+    Traffic is read and merged by store.traffic, which takes time: only where a query names it.
+    """
     connection = duckdb.connect()
     for view, (folder, schema) in DATASETS.items():
         paths = [glob.escape(str(path)) for path in shard_paths(cfg.path(folder))]
@@ -80,6 +83,8 @@ def connect(cfg: Config) -> duckdb.DuckDBPyConnection:
             )
         else:
             connection.register(view, schema.empty_table())  # a glob over nothing is an error
+    traffic = read_traffic(cfg.path("traffic")) if with_traffic else TRAFFIC.empty_table()
+    connection.register("traffic_rows", traffic)
     connection.register("promotion_rows", promotions.read_table(cfg.path("promotions")))
     connection.execute((FOLDER / SOURCES).read_text())
     return connection

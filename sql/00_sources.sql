@@ -1,5 +1,9 @@
--- Loaded before every question. acceptance_rows, traffic_rows, reject_rows and promotion_rows are
--- what the manifests publish (jobs/sql.py); here they get their macros and derived columns.
+-- Loaded before every question. acceptance_rows, reject_rows and promotion_rows are what the manifests
+-- publish, traffic_rows what store.traffic reads (jobs/sql.py): repeats merged, split by group. Here
+-- they get their macros and derived columns.
+
+-- Days are days in UTC, whatever the machine's own zone is.
+set timezone = 'UTC';
 
 -- Acceptance length: tokens per round, pooled over the rows of the group (a ratio of sums).
 create macro tau(accepted) as
@@ -37,7 +41,7 @@ select
     replica
 from acceptance_rows;
 
--- One row per captured sample; counts instead of lists, so that questions stay narrow.
+-- One row per sample; counts instead of lists, so that questions stay narrow.
 create view traffic as
 select
     sample_id,
@@ -55,7 +59,9 @@ select
     top_p,
     top_k,
     seed,
+    shaped,
     thinking,
+    language,
     tenant,
     repeat_count,
     request_id

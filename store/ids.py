@@ -33,10 +33,20 @@ def sample_id(
 
 
 def prompt_conversation(prompt_ids: Ids) -> str:
-    """Conversation id for a record that names none: equal prompts share a conversation, so that
-    repeats of one prompt never fall on both sides of the split.
+    """Conversation id for a record that names none; store.groups joins those of one chat."""
+    return PROMPT_LABEL + hashlib.sha256(_token_bytes(prompt_ids)).hexdigest()[:24]
+
+
+PROMPT_LABEL = "prompt-"
+NOTHING = {"", "none", "null", "nil", "nan", "undefined", "unknown", "default", "n/a", "-", "0"}
+
+
+def says_nothing(conversation_id: str | None) -> bool:
+    """Whether a conversation label is none: absent, made from the prompt, or what clients send
+    that have no value for it.
     """
-    return "prompt-" + hashlib.sha256(_token_bytes(prompt_ids)).hexdigest()[:24]
+    label = (conversation_id or "").strip()
+    return label.lower() in NOTHING or label.startswith(PROMPT_LABEL)
 
 
 def drafter_version(drafter_sha256: str) -> str:

@@ -4,6 +4,7 @@ No Ray and no torch here, so a worker that runs `ingest_log` starts in a moment.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from store.ids import short_hash
-from store.logs import NoConsent, Reject, Rules, parse_log
+from store.log_files import other_kind
+from store.logs import NotUsed, Outcome, Reject, Rules, parse_log
 from store.schemas import REJECTS, TRAFFIC
 from store.shards import (
     ShardInfo,
@@ -25,6 +27,10 @@ from store.shards import (
 
 SHARD_TOKENS = 8_000_000  # about 32 MiB of ids in memory
 SHARD_REJECTS = 10_000
+MAX_REJECTS_BYTES = 4 << 20
+"""Bytes of rejects kept of one log; what is beyond has its place and reason only."""
+MAX_NAMES = 100
+MAX_NAME = 100
 
 
 def ingest_log(
@@ -38,30 +44,75 @@ def ingest_log(
     key = short_hash([sha256, asdict(rules)])
     marker = read_manifest(rejects, key)
     if marker is not None:
-        shards = [traffic / entry["file"] for entry in marker["detail"]["traffic"]]
-        if all(is_complete(shard) for shard in shards):
-            return _result(marker, traffic, [shard_info(s) for s in shards], reused=True)
-    counts: Counter[str] = Counter()
+        entries = marker["detail"]["traffic"]
+        shards = [shard for entry in entries if (shard := _kept(traffic, entry))]
+        if len(shards) == len(entries):
+            return _result(marker, shards, reused=True)
+    tally = Tally(log)
     good = _Shards(traffic, key, TRAFFIC, SHARD_TOKENS)
     bad = _Shards(rejects, key, REJECTS, SHARD_REJECTS)
-    examples: dict[str, str] = {}
-    for outcome in parse_log(log, size, sha256, rules):
-        counts["records"] += 1
-        if isinstance(outcome, NoConsent):
-            counts["no_consent"] += 1
-        elif isinstance(outcome, Reject):
-            counts[f"reject:{outcome.reason}"] += 1
-            examples.setdefault(outcome.reason, f"{log}:{outcome.offset}")
+    room = MAX_REJECTS_BYTES
+    for outcome in _outcomes(log, size, sha256, rules):
+        tally.add(outcome)
+        if isinstance(outcome, Reject):
+            raw = outcome.raw if len(outcome.raw) <= room else b""
+            room -= len(raw)
             row = {"file": str(log), "offset": outcome.offset}
-            bad.add(row | {"reason": outcome.reason, "raw": outcome.raw}, 1)
-        else:
-            counts["accepted"] += 1
-            counts[f"finish:{outcome['finish_reason']}"] += 1
+            bad.add(row | {"reason": outcome.reason, "raw": raw}, 1)
+        elif not isinstance(outcome, NotUsed):
             good.add(outcome, len(outcome["prompt_ids"]) + len(outcome["output_ids"]))
-    shards, detail = good.close(), {"counts": counts, "examples": examples}
-    detail["traffic"] = [shard.entry() for shard in shards]
+    shards = good.close()
+    detail = {
+        "counts": tally.counts,
+        "names": tally.names,
+        "examples": tally.examples,
+        "traffic": [shard.entry() for shard in shards],
+    }
     inputs = {"bytes": size, "sha256": sha256, "rules": asdict(rules)}
-    return _result(write_manifest(rejects, key, bad.close(), inputs, detail), traffic, shards)
+    return _result(write_manifest(rejects, key, bad.close(), inputs, detail), shards)
+
+
+def _outcomes(log: Path, size: int, sha256: str, rules: Rules) -> Iterator[Outcome]:
+    """Of every record, or one of the whole file where it holds no JSON lines."""
+    kind = other_kind(log)
+    if kind is not None:
+        yield NotUsed(0, "text_log", f"{log.name} is {kind}")
+    else:
+        yield from parse_log(log, size, sha256, rules)
+
+
+class Tally:
+    """What became of the records of one log.
+
+    counts: "records", "accepted", "finish:REASON", and by class "reject:REASON" and
+    "unused:REASON". names: "model:NAME" of accepted records, "REASON:WHAT" of others.
+    """
+
+    def __init__(self, log: Path):
+        self.log = log
+        self.counts: Counter[str] = Counter()
+        self.names: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one outcome; remembers where the first of each reason is."""
+        self.counts["records"] += 1
+        if isinstance(outcome, Reject | NotUsed):
+            kind = "reject" if isinstance(outcome, Reject) else "unused"
+            self.counts[f"{kind}:{outcome.reason}"] += 1
+            self.examples.setdefault(outcome.reason, f"{self.log}:{outcome.offset}")
+            if outcome.detail:
+                self._name(f"{outcome.reason}:{outcome.detail}")
+        else:
+            self.counts["accepted"] += 1
+            self.counts[f"finish:{outcome['finish_reason']}"] += 1
+            if outcome["model"] is not None:
+                self._name(f"model:{outcome['model']}")
+
+    def _name(self, name: str) -> None:
+        name = name if len(name) <= MAX_NAME else name[:MAX_NAME] + "..."
+        full = name not in self.names and len(self.names) >= MAX_NAMES
+        self.names[name.partition(":")[0] + ":(others)" if full else name] += 1
 
 
 class _Shards:
@@ -74,11 +125,13 @@ class _Shards:
         self.shards: list[ShardInfo] = []
 
     def add(self, row: dict[str, Any], size: int) -> None:
-        known = self.rows.get(row.get("sample_id"))
+        # Under another label it is another row: store.traffic needs to see every label.
+        name = (row["sample_id"], row["conversation_id"]) if "sample_id" in row else len(self.rows)
+        known = self.rows.get(name)
         if known is not None:
             known["repeat_count"] += 1
             return
-        self.rows[row.get("sample_id", len(self.rows))] = row
+        self.rows[name] = row
         self.size += size
         if self.size >= self.limit:
             self._write()
@@ -98,14 +151,24 @@ class _Shards:
         self.rows, self.size = {}, 0
 
 
+def _kept(folder: Path, entry: dict[str, Any]) -> ShardInfo | None:
+    """A shard as its marker describes it, if it is there in full: its bytes are not read again."""
+    fields = {name: entry[name] for name in ("rows", "tokens", "bytes", "sha256")}
+    path = folder / entry["file"]
+    whole = path.is_file() and path.stat().st_size == entry["bytes"] and is_complete(path)
+    return ShardInfo(path=path, **fields) if whole else None
+
+
 def _result(
-    marker: dict[str, Any], traffic: Path, shards: list[ShardInfo], reused: bool = False
+    marker: dict[str, Any], shards: list[ShardInfo], reused: bool = False
 ) -> dict[str, Any]:
+    detail = marker["detail"]
     return {
         "key": marker["key"],
         "inputs": marker["inputs"],
-        "counts": marker["detail"]["counts"],
-        "examples": marker["detail"]["examples"],
+        "counts": detail["counts"],
+        "names": detail["names"],
+        "examples": detail["examples"],
         "shards": shards,
         "reused": reused,
     }

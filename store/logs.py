@@ -1,4 +1,4 @@
-"""Request logs to traffic rows: every line becomes rows, a counted refusal, or a stated reject.
+"""Request logs to traffic rows: every line becomes rows, or outcomes with a reason.
 
 Two shapes are read, one JSON object a line:
   capture  what serving.capture writes: {"v": 1, "prompt_ids": [..], "output_ids": [..], ...}
@@ -10,54 +10,30 @@ Served ids are the truth, so text is neither needed nor read.
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from store.ids import prompt_conversation, sample_id, split_of
+from store import fields
+from store.consent import consents
+from store.fields import Refused
+from store.ids import prompt_conversation, sample_id, says_nothing, split_of
+from store.log_files import damage, open_log
+from store.privacy import Copies, answers, marked, may_refuse, redacted
+from store.reasons import MAX_LINE_BYTES, reason_of
 from store.shaping import shaped_by
 
-MAX_LINE_BYTES = 64 << 20
+BOM = b"\xef\xbb\xbf"
 MAX_REJECT_BYTES = 64 << 10
 # What served tokens may end with. After `length`, `abort` and a missing reason the text is cut, but
 # its tokens are the target's own; nothing labels an end of turn that never came.
 FINISH_REASONS = {"stop", "length", "tool_calls", "function_call", "repetition", "abort", None}
 
-METADATA = (
-    "conversation_id",
-    "domain",
-    "language",
-    "tenant",
-    "consent",
-    "target_id",
-    "adapter",
-)
-"""What the openai shape reads from the request's metadata."""
-
-REASONS = {
-    "not_json": "the line is not a JSON value",
-    "cut_line": "the last line ends inside a JSON value (writer killed, or still writing)",
-    "line_too_long": f"a line of more than {MAX_LINE_BYTES >> 20} MiB",
-    "not_an_object": "JSON, but not an object",
-    "unknown_format": "neither a capture record nor a request/response pair",
-    "unknown_version": "a capture record of another format version",
-    "no_token_ids": "no prompt or output token ids (serve with return_token_ids)",
-    "bad_token_ids": "token ids that are not a list of integers",
-    "token_outside_vocabulary": "an id the target does not have: another model's traffic?",
-    "other_target": "the record names another target_id",
-    "adapter": "served with a LoRA adapter: not the target's own output",
-    "empty_loss_mask": "no output token, so nothing to learn from",
-    "short_output": "fewer output tokens than ingest.min_output_tokens",
-    "finish_error": "the request failed",
-    "finish_content_filter": "the answer was filtered",
-    "finish_unknown": "a finish reason that is not known",
-    "bad_field": "a field of the wrong type or range",
-}
+METADATA = ("conversation_id", "domain", "language", "tenant", "target_id", "adapter")
+"""What the openai shape reads from the request's metadata; consent is looked at before."""
+TEXT_KEYS = {"messages", "conversation", "conversations", "prompt", "completion", "instruction"}
+"""Any of them in an object of no known shape: a conversation as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,73 +46,72 @@ class Rules:
     min_output_tokens: int
     val_percent: float
     test_percent: float
+    former_ids: tuple[str, ...] = ()  # other names of the same target: read as target_id
+    models: tuple[str, ...] = ()  # names the target answers under; empty: any one name
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A record that is not used: where it starts, why, and its bytes (cut at MAX_REJECT_BYTES)."""
+    """A damaged or untrustworthy record: where it starts, why, and its bytes.
+
+    `raw` is cut at MAX_REJECT_BYTES, and empty where the bytes may hold what must not be kept.
+    """
 
     offset: int
-    reason: str  # a key of REASONS, for bad_field with the field's name: "bad_field:top_k"
+    reason: str  # of store.reasons, for some with the field's name: "bad_field:top_k"
     raw: bytes
+    detail: str = ""  # what was found instead
 
 
 @dataclass(frozen=True, slots=True)
-class NoConsent:
-    """A record whose owner did not agree: counted, never stored, not even as a reject."""
+class NotUsed:
+    """A readable record that is not for this drafter: counted, nothing of it is kept."""
 
     offset: int
+    reason: str
+    detail: str = ""
 
 
-class _Refused(Exception):
-    def __init__(self, reason: str):
-        super().__init__(reason)
-        self.reason = reason
+Row = dict[str, Any]
+"""TRAFFIC columns (ids are int32 arrays) and `model`: the name that answered, None if the record
+says by its target_id that it is ours, or says nothing."""
+Outcome = Row | Reject | NotUsed
 
 
-def digest_log(path: Path, sizes: set[int]) -> tuple[int, str, dict[int, str]]:
-    """(bytes, sha256, {n: sha256 of the first n bytes} for the `sizes` that fit) in one reading.
-
-    The prefixes tell whether a log is an older one that has grown.
-    """
-    digest, done, prefixes = hashlib.sha256(), 0, {}
-    with open(path, "rb") as stream:
-        total = path.stat().st_size
-        for stop in sorted({n for n in sizes if n <= total} | {total}):
-            while done < stop:
-                block = stream.read(min(1 << 20, stop - done))
-                if not block:
-                    raise ValueError(f"{path}: became shorter while it was read; run again")
-                digest.update(block)
-                done += len(block)
-            prefixes[stop] = digest.hexdigest()
-    return total, digest.hexdigest(), prefixes
-
-
-def parse_log(
-    path: Path, size: int, sha256: str, rules: Rules
-) -> Iterator[dict[str, Any] | Reject | NoConsent]:
-    """Outcomes of the first `size` bytes of a log, in file order: TRAFFIC rows as dicts (ids are
-    int32 arrays), Reject or NoConsent.
+def parse_log(path: Path, size: int, sha256: str, rules: Rules) -> Iterator[Outcome]:
+    """Outcomes of the first `size` bytes of a log, in file order. Offsets and sizes of a compressed
+    log are those of its decompressed bytes.
 
     Memory holds one line. Blank lines hold no record and give no outcome. Raises ValueError when
     the bytes read do not have the given sha256: the log was rewritten meanwhile.
     """
     digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        offset = 0
+    with open_log(path) as stream:
+        offset, broken = 0, None
         while offset < size:
             line = stream.readline(min(MAX_LINE_BYTES, size - offset))
+            if not line:
+                break
             start, whole = offset, line.endswith(b"\n") or offset + len(line) >= size
             offset += len(line)
             digest.update(line)
+            broken = damage(stream) if offset >= size else None
+            if start == 0 and line.startswith(BOM):
+                line, start = line[len(BOM) :], len(BOM)
             if not whole:
                 offset = _skip_line(stream, offset, size, digest)
-                yield Reject(start, "line_too_long", line[:MAX_REJECT_BYTES])
-            elif line.strip():
+                yield Reject(start, "line_too_long", b"")  # its consent may be in what was skipped
+            elif line.strip() and not (broken and _is_cut(line)):
                 yield from _parse_line(line, start, rules)
-    if digest.hexdigest() != sha256:
-        raise ValueError(f"{path}: changed while it was read; run again")
+        if digest.hexdigest() != sha256:
+            raise ValueError(f"{path}: changed while it was read; run again")
+        broken = broken or damage(stream)
+        if broken:
+            yield Reject(offset, "damaged_file", b"", broken)
+
+
+def _is_cut(line: bytes) -> bool:
+    return not line.endswith(b"\n") and _load(line) is _UNREADABLE
 
 
 def _skip_line(stream: Any, offset: int, size: int, digest: Any) -> int:
@@ -149,50 +124,117 @@ def _skip_line(stream: Any, offset: int, size: int, digest: Any) -> int:
     return offset
 
 
-def _parse_line(line: bytes, offset: int, rules: Rules) -> Iterator[Any]:
+def _parse_line(line: bytes, offset: int, rules: Rules) -> Iterator[Outcome]:
+    value = _load(line)
+    if value is not _UNREADABLE:
+        yield from _outcomes(value, line, offset, rules)
+        return
+    # A writer that failed inside a record may go on behind it: a whole record at the line's end.
+    at = max(line.rfind(b'{"v"'), line.rfind(b'{"request"'))
+    value = _load(line[at:]) if at > 0 else _UNREADABLE
+    if isinstance(value, dict):
+        yield _rejected(offset, Refused("torn_line"), line[:at])
+        yield from _outcomes(value, line[at:], offset + at, rules)
+    else:
+        reason = "not_json" if line.endswith(b"\n") else "cut_line"
+        yield _rejected(offset, Refused(reason), line)
+
+
+def _outcomes(value: Any, raw: bytes, offset: int, rules: Rules) -> Iterator[Outcome]:
+    """Of one JSON value. Consent first, then redaction: nothing before may store a byte."""
+    if not isinstance(value, dict):
+        yield _rejected(offset, Refused("not_an_object"), raw)
+        return
+    said = answers(value)
+    if not consents(*said):
+        yield NotUsed(offset, "no_consent")
+        return
+    if redacted(value, raw):
+        yield NotUsed(offset, "redacted")
+        return
     try:
-        records = _records(line)
-    except _Refused as refused:
-        yield Reject(offset, refused.reason, line[:MAX_REJECT_BYTES])
+        records = _records(value)
+    except Refused as refused:
+        yield _rejected(offset, refused, raw)
         return
     for record, source in records:
-        if not _consents(record.get("consent")):
-            yield NoConsent(offset)
-            continue
         try:
-            yield _row(record, source, rules)
-        except _Refused as refused:
-            yield Reject(offset, refused.reason, line[:MAX_REJECT_BYTES])
+            consent = None if all(one is None for one in said) else True
+            yield _row(record, source, rules) | {"consent": consent}
+        except Refused as refused:
+            yield _rejected(offset, refused, raw)
 
 
-def _records(line: bytes) -> list[tuple[dict[str, Any], str]]:
-    """(record with the capture format's names, source) for each answer on the line."""
+def _rejected(offset: int, refused: Refused, raw: bytes) -> Reject | NotUsed:
+    """The outcome of a refusal by its class. Bytes are kept only where nothing speaks against."""
+    if not reason_of(refused.reason).damaged:
+        return NotUsed(offset, refused.reason, refused.detail)
+    if may_refuse(raw):
+        return NotUsed(offset, "no_consent")
+    kept = b"" if marked(raw) else raw[:MAX_REJECT_BYTES]
+    return Reject(offset, refused.reason, kept, refused.detail)
+
+
+_UNREADABLE = object()
+_TWICE = object()  # under this key: the names that stand in one object with two values
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
+    """A JSON object; keys that stand in it twice are not silently the last one's."""
+    found: dict[Any, Any] = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    for key in dict(pairs):
+        values = [value for name, value in pairs if name == key]
+        if len(values) > 1 and key.lower().endswith("consent"):
+            found[key] = Copies(values)
+        elif any(value != values[0] for value in values):
+            found.setdefault(_TWICE, []).append(key)
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_pairs)
+
+
+def _load(line: bytes) -> Any:
     try:
-        value = json.loads(line)
+        return _DECODER.decode(line.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError):
-        raise _Refused("not_json" if line.endswith(b"\n") else "cut_line") from None
-    if not isinstance(value, dict):
-        raise _Refused("not_an_object")
+        return _UNREADABLE
+
+
+def _check_once(*objects: dict[Any, Any]) -> None:
+    for found in objects:
+        if _TWICE in found:
+            raise Refused(f"duplicate_field:{found[_TWICE][0]}")
+
+
+def _records(value: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """(record with the capture format's names, source) for each answer on the line."""
+    _check_once(value)
     if "v" in value:
         if value["v"] != 1:
-            raise _Refused("unknown_version")
+            raise Refused("unknown_version")
         return [(value, "capture")]
     request, response = value.get("request"), value.get("response")
     if isinstance(request, dict) and isinstance(response, dict):
         return [(record, "openai") for record in _from_openai(request, response)]
-    raise _Refused("unknown_format")
+    raise Refused("text_only" if TEXT_KEYS & value.keys() else "unknown_format")
 
 
 def _from_openai(request: dict[str, Any], response: dict[str, Any]) -> list[dict[str, Any]]:
     choices = response.get("choices")
+    if response.get("error") and not choices:
+        raise Refused("finish_error")
     if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
-        raise _Refused("unknown_format")
+        raise Refused("unknown_format")
     if not choices:
-        raise _Refused("no_token_ids")
+        raise Refused("no_token_ids")
     metadata = request.get("metadata") or {}
     template = request.get("chat_template_kwargs") or {}
     if not isinstance(metadata, dict) or not isinstance(template, dict):
-        raise _Refused("bad_field:metadata")
+        raise Refused("bad_field:metadata")
+    _check_once(request, response, metadata, template, *choices)
     shared = {name: request.get(name) for name in ("temperature", "top_p", "top_k", "seed")}
     shared |= {name: metadata.get(name) for name in METADATA}
     shared |= {
@@ -200,6 +242,8 @@ def _from_openai(request: dict[str, Any], response: dict[str, Any]) -> list[dict
         "request_id": response.get("id"),
         "captured_at": response.get("created"),
         "thinking": template.get("enable_thinking"),
+        "model": response.get("model") or request.get("model"),
+        "asked_model": request.get("model"),
     }
     return [
         shared
@@ -212,129 +256,68 @@ def _from_openai(request: dict[str, Any], response: dict[str, Any]) -> list[dict
     ]
 
 
-def _row(record: dict[str, Any], source: str, rules: Rules) -> dict[str, Any]:
-    if record.get("target_id") not in (None, rules.target_id):
-        raise _Refused("other_target")
-    if record.get("adapter") is not None:
-        raise _Refused("adapter")
-    finish = _text(record, "finish_reason")
+def _row(record: dict[str, Any], source: str, rules: Rules) -> Row:
+    model = _model(record, rules)
+    finish = fields.text(record, "finish_reason")
     if finish not in FINISH_REASONS:
         known = finish in ("error", "content_filter")
-        raise _Refused(f"finish_{finish}" if known else "finish_unknown")
-    prompt, output = _ids(record, "prompt_ids", rules), _ids(record, "output_ids", rules)
+        raise Refused(f"finish_{finish}" if known else "finish_unknown")
+    prompt = fields.ids(record, "prompt_ids", rules.vocab_size)
+    output = fields.ids(record, "output_ids", rules.vocab_size)
     if not len(prompt):
-        raise _Refused("no_token_ids")
+        raise Refused("no_token_ids")
     if not len(output):
-        raise _Refused("empty_loss_mask")
+        raise Refused("empty_loss_mask")
     if len(output) < rules.min_output_tokens:
-        raise _Refused("short_output")
-    conversation = _text(record, "conversation_id") or prompt_conversation(prompt)
+        raise Refused("short_output")
+    named = fields.label(record, "conversation_id")
+    by_prompt = prompt_conversation(prompt)
+    conversation = by_prompt if says_nothing(named) else str(named)
+    shares = rules.val_percent, rules.test_percent
     return {
         "sample_id": sample_id(rules.target_id, prompt, output),
         "conversation_id": conversation,
-        "split": split_of(conversation, rules.val_percent, rules.test_percent),
-        "domain": _text(record, "domain") or rules.default_domain,
+        "split": split_of(conversation, *shares),
+        "split_by_prompt": split_of(by_prompt, *shares),
+        "domain": fields.label(record, "domain") or rules.default_domain,
         "source": source,
-        "captured_at": _time(record.get("captured_at")),
+        "captured_at": fields.time(record, "captured_at"),
         "target_id": rules.target_id,
         "prompt_ids": prompt,
         "output_ids": output,
         "loss_mask": [{"start": len(prompt), "end": len(prompt) + len(output)}],
         "ids_source": "served",
         "finish_reason": finish,
-        "temperature": _number(record, "temperature"),
-        "top_p": _number(record, "top_p"),
-        "top_k": _integer(record, "top_k", 31),
-        "seed": _integer(record, "seed", 63),
-        "thinking": _flag(record, "thinking"),
-        "tenant": _text(record, "tenant"),
-        "consent": None if record.get("consent") is None else True,
+        "temperature": fields.number(record, "temperature"),
+        "top_p": fields.number(record, "top_p"),
+        "top_k": fields.integer(record, "top_k", 31),
+        "seed": fields.integer(record, "seed", 63),
+        "thinking": fields.flag(record, "thinking"),
+        "tenant": fields.label(record, "tenant"),
         "repeat_count": 1,
-        "request_id": _text(record, "request_id"),
+        "request_id": fields.text(record, "request_id"),
         "adapter": None,
-        "language": _text(record, "language"),
-        "shaped": _shaped(record),
+        "language": fields.label(record, "language"),
+        "shaped": fields.names(record, "shaped"),
+        "model": model,
     }
 
 
-def _shaped(record: dict[str, Any]) -> str | None:
-    """The names as one text; None if the record does not say."""
-    names = record.get("shaped")
-    if names is None:
-        return None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise _Refused("bad_field:shaped")
-    return ",".join(sorted(names))
+def _model(record: dict[str, Any], rules: Rules) -> str | None:
+    """The name that answered, or Refused where it is not the target's; None needs no name.
 
-
-def _ids(record: dict[str, Any], name: str, rules: Rules) -> np.ndarray:
-    """Token ids [n] int32, checked against the vocabulary."""
-    ids = record.get(name)
-    if ids is None:
-        raise _Refused("no_token_ids")
-    # By exact type (True is no token), in C: this check reads every token of every log.
-    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
-        raise _Refused("bad_token_ids")
-    if ids and not (min(ids) >= 0 and max(ids) < rules.vocab_size):
-        raise _Refused("token_outside_vocabulary")
-    return np.array(ids, np.int32)
-
-
-def _consents(value: Any) -> bool:
-    """Nothing said is consent by configuration of the capture; anything but a clear yes is a no."""
-    return value is None or value is True or str(value).lower() in ("true", "yes", "1")
-
-
-def _text(record: dict[str, Any], name: str) -> str | None:
-    value = record.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise _Refused(f"bad_field:{name}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON can carry lone surrogates, which Parquet text cannot
-        raise _Refused(f"bad_field:{name}") from None
-    return value
-
-
-def _number(record: dict[str, Any], name: str) -> float | None:
-    value = record.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 3e38:
-        raise _Refused(f"bad_field:{name}")
-    if not math.isfinite(value):
-        raise _Refused(f"bad_field:{name}")
-    return float(value)
-
-
-def _integer(record: dict[str, Any], name: str, bits: int) -> int | None:
-    value = record.get(name)
-    if value is not None and (type(value) is not int or not -(2**bits) <= value < 2**bits):
-        raise _Refused(f"bad_field:{name}")
-    return value
-
-
-def _flag(record: dict[str, Any], name: str) -> bool | None:
-    value = record.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise _Refused(f"bad_field:{name}")
-    return value
-
-
-def _time(value: Any) -> datetime | None:
-    """ISO text with an offset, or epoch seconds, as UTC; None stays None."""
-    if value is None:
-        return None
-    try:
-        if isinstance(value, str):
-            time = datetime.fromisoformat(value)
-            if time.tzinfo is None:
-                raise ValueError("no offset: not a moment")
-            return time.astimezone(UTC)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return datetime.fromtimestamp(value, UTC)
-    except (ValueError, OverflowError, OSError):
-        pass
-    raise _Refused("bad_field:captured_at")
+    A record that carries the target's own id needs none: aliases of one server are all the target.
+    """
+    target = fields.text(record, "target_id")
+    if target not in (None, rules.target_id, *rules.former_ids):
+        raise Refused("other_target", str(target))
+    if record.get("adapter") is not None:
+        raise Refused("adapter", str(record["adapter"]))
+    model, asked = fields.text(record, "model"), fields.text(record, "asked_model")
+    if rules.models:
+        if model is not None and model not in rules.models:
+            raise Refused("not_in_models", model)
+        return model
+    if asked not in (None, model):
+        raise Refused("other_model", f"{model}, asked for {asked}")
+    return model if target is None else None

@@ -15,7 +15,7 @@ TRAFFIC = pa.schema(
     [
         ("sample_id", pa.string()),
         ("conversation_id", pa.string()),
-        ("split", pa.string()),  # train | val | test, by hash of the conversation
+        ("split", pa.string()),  # train | val | test, of the group (store/groups.py)
         ("domain", pa.string()),
         ("source", pa.string()),  # log format: capture | openai
         ("captured_at", TIMESTAMP),
@@ -37,9 +37,10 @@ TRAFFIC = pa.schema(
         ("adapter", pa.string()),
         ("language", pa.string()),  # as the log names it; nothing guesses it
         ("shaped", pa.string()),  # store/shaping.py, comma separated; "" none, null: unknown
+        ("split_by_prompt", pa.string()),  # `split` if the label of the conversation says nothing
     ]
 )
-LATER = ("language", "shaped")
+LATER = ("language", "shaped", "split_by_prompt")
 """Columns that older shards do not have: read as null."""
 
 FEATURES = pa.schema(
@@ -99,7 +100,7 @@ REJECTS = pa.schema(
         ("file", pa.string()),
         ("offset", pa.int64()),  # byte offset of the first byte of `raw` in the file
         ("reason", pa.string()),
-        ("raw", pa.binary()),  # the record's bytes, cut at store.logs.MAX_REJECT_BYTES
+        ("raw", pa.binary()),  # the record's bytes, cut at store.logs.MAX_REJECT_BYTES, or empty
     ]
 )
 

@@ -1,5 +1,6 @@
 """Ingest over real logs, real Ray and real Parquet: complete, incremental, interruptible."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -9,11 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import store.digests
 import store.ingest
+import store.shards
+from dflash.identity import legacy_target_id
 from jobs import ingest
 from jobs.config import Config, load
+from store.digests import digest_log
 from store.ingest import ingest_log, publish
-from store.logs import digest_log
+from store.log_files import find_logs
 from store.schemas import REJECTS
 from store.shards import read_dataset, read_manifests, sweep, verify
 from store.traffic import read_traffic
@@ -69,12 +74,13 @@ def test_rows_are_inputs_minus_rejects(configure):
     assert json.loads(json.dumps(summary)) == summary
     assert summary["records"] == 113
     assert summary["accepted"] == summary["samples"] == 100
-    assert summary["rejected"] == {"not_json": 1, "short_output": 1, "finish_error": 1}
-    assert summary["no_consent"] == 10
+    assert summary["rejected"] == {"not_json": 1}
+    assert summary["not_used"] == {"no_consent": 10, "short_output": 1, "finish_error": 1}
     table = read_traffic(cfg.path("traffic"), summary["target_id"])
     assert table.num_rows == 100
     assert set(table["split"].to_pylist()) == {"train", "val", "test"}
     rejects = read_dataset(cfg.path("rejects"), REJECTS).to_pylist()
+    assert [r["reason"] for r in rejects] == ["not_json"]
     data = cfg.path("capture", "a.jsonl").read_bytes()
     assert all(data[r["offset"] :].startswith(r["raw"]) for r in rejects)
     assert b"c105" not in b"".join(p.read_bytes() for p in cfg.path("rejects").glob("*.parquet"))
@@ -154,7 +160,7 @@ def test_repeats_within_a_log_are_counted(configure):
 
 
 def test_other_rules_replace_and_former_rules_come_back(configure):
-    cfg, strict = configure(), configure("ingest.min_output_tokens=4", "ingest.max_reject_rate=1")
+    cfg, strict = configure(), configure("ingest.min_output_tokens=4")
     write_log(cfg, "a.jsonl", [line(i) for i in range(10)] + [line(11, output_ids=[1, 2, 3, 4])])
     assert ingest.run(cfg)["samples"] == 11
     assert ingest.run(strict)["samples"] == 1
@@ -207,7 +213,7 @@ def test_folders_globs_and_files_name_each_log_once(configure, tmp_path):
     path = write_log(cfg, "a.jsonl", [line(1)])
     write_log(cfg, ".hidden.jsonl", [line(2)])
     folder = str(path.parent)
-    assert ingest.find_logs([folder, str(path), f"{folder}/*.jsonl"]) == [path]
+    assert find_logs([folder, str(path), f"{folder}/*.jsonl"]) == ([path], {})
 
 
 def test_several_shards_per_log(configure, monkeypatch, tmp_path):
@@ -224,11 +230,174 @@ def test_several_shards_per_log(configure, monkeypatch, tmp_path):
     assert read_traffic(cfg.path("traffic")).num_rows == 100
 
 
+def pair(i, answered="qwen3-8b", asked="qwen3-8b", **response):
+    """A request/response line of a gateway."""
+    choices = [{"finish_reason": "stop", "token_ids": [4, i, 6]}]
+    answer = {
+        "id": f"r{i}",
+        "model": answered,
+        "prompt_token_ids": [1, 2, 3, i],
+        "choices": choices,
+    }
+    return json.dumps({"request": {"model": asked}, "response": answer | response}) + "\n"
+
+
+def test_a_gateway_log_of_several_models_is_not_used_until_one_is_named(configure):
+    """Half of the traffic was not the target's, and nothing said so."""
+    names = ["qwen3-8b", "qwen3-4b-fallback", "qwen3-8b", "acme-support-lora"] * 4
+    asked = ["qwen3-8b", "qwen3-8b", "qwen3-8b", "acme-support-lora"] * 4
+    lines = [pair(i, *both) for i, both in enumerate(zip(names, asked, strict=True))]
+    write_log(configure(), "gateway.jsonl", lines)
+    with pytest.raises(
+        ValueError, match=r"qwen3-8b \(8\), acme-support-lora \(4\); 4 more are by an"
+    ):
+        ingest.run(configure("ingest.max_reject_rate=1"))
+    assert read_manifests(configure().path("traffic")) == []
+    summary = ingest.run(configure("ingest.models=[qwen3-8b]"))
+    assert (summary["accepted"], summary["rejected"]) == (8, {})
+    assert summary["not_used"] == {"not_in_models": 8}
+
+
+def test_an_answer_of_another_model_counts_as_untrustworthy(configure, capsys):
+    lines = [pair(i) for i in range(40)] + [pair(99, "qwen3-4b-fallback")]
+    write_log(configure(), "gateway.jsonl", lines)
+    summary = ingest.run(configure())
+    assert (summary["accepted"], summary["rejected"]) == (40, {"other_model": 1})
+    assert "qwen3-4b-fallback" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"other_model.*list them in ingest\.models"):
+        ingest.run(configure("ingest.max_reject_rate=0"))
+
+
+def test_what_is_merely_not_wanted_never_stops(configure, capsys):
+    """A fifth of adapter traffic, or of one-token answers, stopped ingest as if it were damage."""
+    cfg = configure()
+    write_log(
+        cfg, "fleet.jsonl", [line(i, adapter="lora" if i % 5 == 0 else None) for i in range(16)]
+    )
+    short = [line(i, output_ids=[7] if i % 5 == 0 else [1, 2]) for i in range(16, 32)]
+    write_log(cfg, "classifier.jsonl", short)
+    strict = configure("ingest.max_reject_rate=0")
+    summary = ingest.run(strict)
+    assert (summary["accepted"], summary["rejected"]) == (25, {})
+    assert summary["not_used"] == {"adapter": 4, "short_output": 3}
+    assert "Not used" in capsys.readouterr().err
+    assert read_dataset(cfg.path("rejects"), REJECTS).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([line(i, target_id="f00") for i in range(5)], r"other_target.*f00 \(5\).*target\.path"),
+        ([line(i, consent="off") for i in range(5)], "no_consent.*clear yes"),
+        ([pair(i, prompt_token_ids=None) for i in range(5)], "no_token_ids.*return_token_ids"),
+        (
+            ['{"messages": [{"role": "user", "content": "secret"}]}\n'] * 5,
+            "text_only.*not read yet",
+        ),
+        ([line(i, adapter="[/lora]") for i in range(5)], r"adapter.*\[/lora\] \(5\)"),
+    ],
+)
+def test_nothing_to_use_is_one_message_with_the_largest_reason(configure, lines, message):
+    write_log(configure(), "a.jsonl", [*lines, line(99, output_ids=[1])])
+    with pytest.raises(ValueError, match=f"none of the 6 records can be used; 5 .*{message}"):
+        ingest.run(configure())
+
+
+def test_nothing_new_to_use_is_a_note_where_traffic_is(configure, capsys):
+    cfg = configure()
+    path = write_log(cfg, "a.jsonl", [line(i) for i in range(5)])
+    ingest.run(cfg)
+    path.unlink()
+    write_log(cfg, "b.jsonl", [line(9, adapter="lora")])
+    assert ingest.run(cfg)["samples"] == 5
+    assert "note: none of the 1 records can be used" in capsys.readouterr().err
+
+
+def test_a_text_log_is_named_once_and_not_copied(configure):
+    """The public ShareGPT file, one cut array, gave a reject a line and 31 MB of them."""
+    turn = '      {\n        "from": "human",\n        "value": "secret words"\n      },\n'
+    text = '[\n  {\n    "id": "a",\n    "conversations": [\n' + turn * 50_000
+    write_log(configure(), "ShareGPT.jsonl", [text])
+    with pytest.raises(
+        ValueError, match=r"1 records.*ShareGPT\.jsonl is one JSON array.*not read yet"
+    ):
+        ingest.run(configure())
+    assert sum(p.stat().st_size for p in configure().path("rejects").rglob("*.parquet")) == 0
+
+
+def test_bytes_of_rejects_are_bounded_for_each_log(configure, monkeypatch):
+    monkeypatch.setattr(store.ingest, "MAX_REJECTS_BYTES", 1000)
+    cfg = configure()
+    log = write_log(cfg, "a.jsonl", ["x" * 99 + "\n"] * 50)
+    size, sha256, _ = digest_log(log, set())
+    rules = ingest.make_rules(cfg)
+    ingest_log(log, size, sha256, rules, cfg.path("traffic"), cfg.path("rejects"))
+    rejects = store.shards.read_dataset(cfg.path("rejects"), REJECTS).to_pylist()
+    assert [len(r["raw"]) for r in rejects] == [100] * 10 + [0] * 40
+    assert [r["offset"] for r in rejects] == [*range(0, 5000, 100)]
+
+
+def test_rotated_and_compressed_logs_are_read_and_counted_once(configure, capsys):
+    """A folder's rotated logs were missed; as a glob the .gz was read as text."""
+    cfg = configure()
+    path = write_log(cfg, "capture.jsonl", [line(i) for i in range(8)])
+    write_log(cfg, "capture.jsonl.1", [line(i) for i in range(8, 12)])
+    old = cfg.path("capture", "capture.jsonl-20261129.gz")
+    old.write_bytes(gzip.compress("".join(line(i) for i in range(12, 16)).encode()))
+    write_log(cfg, "notes.txt", ["hello"])
+    summary = ingest.run(cfg)
+    assert (summary["logs"], summary["samples"], summary["left_aside"]) == (3, 16, 1)
+    assert "notes.txt" in capsys.readouterr().err
+    packed = path.with_name("capture.jsonl.2.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    again = ingest.run(configure(f"ingest.logs={cfg.path('capture')}/capture*"))
+    assert (again["reused"], again["published"], again["samples"]) == (3, 0, 16)
+    assert set(read_traffic(cfg.path("traffic"))["repeat_count"].to_pylist()) == {1}
+
+
+def test_an_unchanged_log_is_not_read_again(configure, monkeypatch):
+    """Every run hashed all bytes of all logs, and of all shards."""
+    cfg = configure()
+    logs = [write_log(cfg, f"{i}.jsonl", [line(i) for i in range(i, 50)]) for i in range(3)]
+    monkeypatch.setattr(store.digests, "SETTLED", 0)
+    ingest.run(cfg)
+    read = []
+    run = ingest._each
+    monkeypatch.setattr(ingest, "_each", lambda f, jobs: read.append((f, jobs)) or run(f, jobs))
+    monkeypatch.setattr(store.shards, "file_sha256", None)
+    assert (ingest.run(cfg)["reused"], read[0]) == (3, (digest_log, []))
+    write_log(cfg, "0.jsonl", [line(60)], "a")
+    assert ingest.run(cfg)["samples"] == 51
+    assert [job[0] for job in read[2][1]] == logs[:1]
+
+
+def test_records_under_the_former_identity_of_the_target_stay(configure, target):
+    cfg = configure()
+    former = legacy_target_id(target)
+    write_log(
+        cfg, "a.jsonl", [line(i, target_id=former, model=f"alias-{i % 2}") for i in range(10)]
+    )
+    summary = ingest.run(cfg)
+    assert summary["target_id"] != former
+    assert (summary["samples"], summary["not_used"]) == (10, {})
+
+
+def test_labels_of_any_text_do_not_stop_ingest(configure, capsys):
+    cfg = configure()
+    odd = ["[/v1/help]", "[beta] billing", "$\\foo$", "a\u0000b"]
+    write_log(cfg, "a.jsonl", [line(i, domain=odd[i % 4], model="[/m]") for i in range(16)])
+    write_log(cfg, "[x] [/b].txt", ["hello"])
+    assert set(ingest.run(cfg)["domains"]) == set(odd)
+    assert "[x] [/b].txt" in capsys.readouterr().err
+
+
 LOOP = """
 import sys
 from pathlib import Path
 from store import ingest
-from store.logs import Rules, digest_log
+from store.digests import digest_log
+from store.logs import Rules
 ingest.SHARD_TOKENS = 500
 log, work = Path(sys.argv[1]), Path(sys.argv[2])
 rules = Rules("t", 1000, "default", 2, 10, 10)

@@ -2,6 +2,8 @@
 
 import json
 import random
+import time
+from datetime import UTC, date, datetime
 
 import pyarrow as pa
 import pytest
@@ -11,8 +13,9 @@ from jobs import cli
 from jobs import sql as sql_stage
 from jobs.config import load
 from store import promotions
-from store.schemas import ACCEPTANCE
+from store.schemas import ACCEPTANCE, TRAFFIC
 from store.shards import write_manifest, write_shard
+from store.traffic import read_traffic
 
 
 @pytest.fixture
@@ -199,6 +202,49 @@ def test_the_json_line_has_numbers_where_sql_has_numbers(cfg, tmp_path, capsys):
     own.write_text("select sum(n) as whole, 1.50::decimal(4, 2) as part from range(5) as t(n)")
     assert cli.main(["sql", str(own), f"work={cfg.work}"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == [[10, 1.5]]
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """A machine whose zone is a day behind UTC for half of each day."""
+    monkeypatch.setenv("TZ", "Pacific/Honolulu")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_days_are_utc_days_wherever_the_machine_is(cfg):
+    publish(cfg, "a", [next(rows("d1", 1)) | {"started_at": datetime(2026, 1, 2, 3, tzinfo=UTC)}])
+    query = "select cast(date_trunc('day', started_at) as date) as day from acceptance"
+    assert sql_stage.ask(cfg, query).to_pylist() == [{"day": date(2026, 1, 2)}]
+
+
+def test_the_traffic_view_is_what_training_reads(cfg):
+    """Merged samples counted twice, and language and shaped were missing."""
+    base = dict.fromkeys(TRAFFIC.names) | {
+        "target_id": "t",
+        "repeat_count": 1,
+        "output_ids": [5, 6],
+        "language": "de",
+        "shaped": "logit_bias",
+    }
+    folder = cfg.path("traffic")
+    for key, splits in (("a", ("train", "test")), ("b", ("test", "train"))):
+        found = [
+            base
+            | {"sample_id": s, "split": split, "conversation_id": f"c{s}", "prompt_ids": [1, 2]}
+            for s, split in zip("xy", splits, strict=True)
+        ]
+        table = pa.Table.from_pylist(found, schema=TRAFFIC)
+        write_manifest(folder, key, [write_shard(folder / f"{key}.parquet", table)], {})
+    names = ["sample_id", "split", "conversation_id", "repeat_count", "language", "shaped"]
+    query = f"select {', '.join(names)} from Traffic order by sample_id"
+    found = sql_stage.ask(cfg, query).to_pylist()
+    assert found == read_traffic(folder).select(names).to_pylist()
+    assert [row["repeat_count"] for row in found] == [2, 2]
+    assert len({row["split"] for row in found}) == 1, "equal prompts are on one side"
 
 
 def test_questions_are_listed(cfg, capsys):

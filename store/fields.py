@@ -1,0 +1,109 @@
+"""Fields of log records, checked one by one: what comes out fits its column."""
+
+import math
+import unicodedata
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+Record = dict[str, Any]
+
+
+class Refused(Exception):
+    """A record that is not used; `detail` names what was found instead (a model, a target)."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail
+
+
+def ids(record: Record, name: str, vocab_size: int) -> np.ndarray:
+    """Token ids [n] int32, checked against the vocabulary."""
+    found = record.get(name)
+    if found is None:
+        raise Refused("no_token_ids")
+    # By exact type (True is no token), in C: this check reads every token of every log.
+    if not isinstance(found, list) or not set(map(type, found)) <= {int}:
+        raise Refused("bad_token_ids")
+    if found and not (min(found) >= 0 and max(found) < vocab_size):
+        raise Refused("token_outside_vocabulary")
+    return np.array(found, np.int32)
+
+
+def text(record: Record, name: str) -> str | None:
+    """A text that Parquet can hold."""
+    value = record.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise Refused(f"bad_field:{name}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON can carry lone surrogates, which Parquet text cannot
+        raise Refused(f"bad_field:{name}") from None
+    return value
+
+
+def label(record: Record, name: str) -> str | None:
+    """A text that names a group: in one Unicode form (NFC), so that equal names are equal; none if
+    it is blank.
+    """
+    value = text(record, name)
+    return None if value is None else unicodedata.normalize("NFC", value).strip() or None
+
+
+def number(record: Record, name: str) -> float | None:
+    """A finite float32."""
+    value = record.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 3e38:
+        raise Refused(f"bad_field:{name}")
+    if not math.isfinite(value):
+        raise Refused(f"bad_field:{name}")
+    return float(value)
+
+
+def integer(record: Record, name: str, bits: int) -> int | None:
+    """An integer of so many bits and a sign."""
+    value = record.get(name)
+    if value is not None and (type(value) is not int or not -(2**bits) <= value < 2**bits):
+        raise Refused(f"bad_field:{name}")
+    return value
+
+
+def flag(record: Record, name: str) -> bool | None:
+    """True or false."""
+    value = record.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise Refused(f"bad_field:{name}")
+    return value
+
+
+def names(record: Record, name: str) -> str | None:
+    """A list of names as one text, sorted; None if the record does not say."""
+    found = record.get(name)
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(n, str) for n in found):
+        raise Refused(f"bad_field:{name}")
+    return ",".join(sorted(found))
+
+
+def time(record: Record, name: str) -> datetime | None:
+    """ISO text with an offset, or epoch seconds, as UTC; None stays None."""
+    value = record.get(name)
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str):
+            found = datetime.fromisoformat(value)
+            if found.tzinfo is None:
+                raise ValueError("no offset: not a moment")
+            return found.astimezone(UTC)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return datetime.fromtimestamp(value, UTC)
+    except (ValueError, OverflowError, OSError):
+        pass
+    raise Refused(f"bad_field:{name}")

@@ -1,0 +1,164 @@
+"""Log files as they are found: which of a folder are logs, what each one is, and its bytes."""
+
+import glob
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+OTHERS = {
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"PK\x03\x04": "a ZIP archive",
+    b"SQLite format 3": "an SQLite database",
+    b"BZh": "compressed with bzip2 (gzip and zstd are read)",
+    b"\xfd7zXZ\x00": "compressed with xz (gzip and zstd are read)",
+    b"\xff\xfe": "text in UTF-16 (UTF-8 is read)",
+    b"\xfe\xff": "text in UTF-16 (UTF-8 is read)",
+}
+"""First bytes of files that are no log, and what they say."""
+NAME = re.compile(r"\.jsonl([.-][^/]*)?$")
+"""A log in a folder: capture.jsonl, and as it is rotated: .jsonl.1, .jsonl-20261129.gz."""
+UNFINISHED = (".tmp", ".part", ".swp")
+HEAD = 1 << 20
+_SERVER_LOG = re.compile(rb"^[^{\n]*\b(INFO|DEBUG)\b.*(Received request|Generated response)", re.M)
+
+
+def find_logs(patterns: list[str]) -> tuple[list[Path], dict[Path, list[str]]]:
+    """(log files, each once, sorted; names that were left aside by folder).
+
+    Patterns are files, folders (their *.jsonl, rotated and compressed ones too) and globs. Raises
+    ValueError for one that names no file.
+    """
+    found: set[Path] = set()
+    aside: dict[Path, list[str]] = {}
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_file():
+            matches = [path]
+        elif path.is_dir():
+            inside = [p for p in path.iterdir() if not p.name.startswith(".")]
+            matches = [p for p in inside if p.is_file() and _is_log(p.name)]
+            aside[path] = sorted(p.name + "/" * p.is_dir() for p in inside if p not in matches)
+        else:
+            matches = [Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file()]
+        if not matches:
+            what = "no *.jsonl file in" if path.is_dir() else "no such file, folder or glob:"
+            raise ValueError(
+                f"ingest.logs: {what} {pattern}; name your logs with ingest.logs=PATH, or capture "
+                "traffic with flywheel serve serve.capture=FOLDER"
+            )
+        found.update(match.resolve() for match in matches)
+    return sorted(found), {folder: names for folder, names in aside.items() if names}
+
+
+def _is_log(name: str) -> bool:
+    return bool(NAME.search(name)) and not name.endswith(UNFINISHED)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """The bytes of a log, decompressed if its first bytes say gzip or zstd, whatever its name.
+
+    A compressed log that is cut or damaged ends there; `damage` tells.
+    """
+    file = open(path, "rb")  # noqa: SIM115 (handed to the caller)
+    head = file.read(4)
+    file.seek(0)
+    if head.startswith(GZIP):
+        return io.BufferedReader(_Unpacked(file, _gunzip(file)), 1 << 20)
+    if head.startswith(ZSTD):
+        stream = pa.CompressedInputStream(pa.PythonFile(file), "zstd")
+        return io.BufferedReader(_Unpacked(file, iter(lambda: stream.read(1 << 20), b"")), 1 << 20)
+    return file
+
+
+def is_packed(stream: BinaryIO) -> bool:
+    """Whether the bytes are decompressed, so that their number is known at the end only."""
+    return isinstance(getattr(stream, "raw", None), _Unpacked)
+
+
+def damage(stream: BinaryIO) -> str | None:
+    """Why an `open_log` that was read to its end stops before its file does; None if it does not,
+    or has more to give.
+    """
+    raw = getattr(stream, "raw", None)
+    if not isinstance(raw, _Unpacked) or stream.read(1):
+        return None
+    return raw.damage
+
+
+class _Unpacked(io.RawIOBase):
+    """The blocks of a decompressor as a file, up to where they stop."""
+
+    def __init__(self, file: BinaryIO, blocks: Iterator[bytes]):
+        self.file, self.blocks = file, blocks
+        self.left = b""
+        self.damage: str | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.left:
+            try:
+                self.left = next(self.blocks)
+            except StopIteration:
+                return 0
+            except (zlib.error, EOFError, OSError) as error:
+                self.damage, self.blocks = str(error), iter(())
+                return 0
+        count = min(len(buffer), len(self.left))
+        buffer[:count], self.left = self.left[:count], self.left[count:]
+        return count
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def _gunzip(file: BinaryIO) -> Iterator[bytes]:
+    """Decompressed blocks of all members. Raises EOFError where a member is cut."""
+    member = None
+    while data := file.read(64 << 10):
+        while data:
+            member = member or zlib.decompressobj(wbits=31)
+            yield member.decompress(data)
+            data, member = (member.unused_data, None) if member.eof else (b"", member)
+            if member is None and not data.strip(b"\0"):  # padding between members
+                data = b""
+    if member is not None:
+        raise EOFError("the file ends inside a gzip member")
+
+
+def other_kind(path: Path) -> str | None:
+    """What a file is that holds no JSON lines, in a few words; None for one that may be a log."""
+    with open_log(path) as stream:
+        head = stream.read(HEAD)
+    for start, kind in OTHERS.items():
+        if head.startswith(start):
+            return kind
+    body = head.removeprefix(b"\xef\xbb\xbf")
+    if re.match(rb"\s*\[\s*\{", body) and not _has_record(body):
+        if b'token_ids"' in body or b'"prompt_ids"' in body:
+            return f"one JSON array; `jq -c '.[]' {path.name} > log.jsonl` makes lines of it"
+        return "one JSON array"
+    if re.match(rb"\s*\{\s*\n", body) and not _has_record(body):
+        return "JSON over several lines; `jq -c .` makes lines of it"
+    return "the server's own text log" if _SERVER_LOG.search(body) else None
+
+
+def _has_record(body: bytes) -> bool:
+    """Whether a line of its own is a JSON object."""
+    for line in body.split(b"\n"):
+        if line.startswith(b"{"):
+            try:
+                return isinstance(json.loads(line), dict)
+            except ValueError:
+                continue
+    return False

@@ -1,0 +1,101 @@
+"""Why a record is not learned from: every reason, its class, its meaning and what to do.
+
+Two classes. A *damaged* record is unreadable or cannot be trusted: it counts against
+ingest.max_reject_rate, and its bytes are kept in rejects/. Any other record is readable and merely
+not for this drafter: it is counted, nothing of it is kept, and it never stops anything.
+"""
+
+from dataclasses import dataclass
+
+MAX_LINE_BYTES = 64 << 20
+TEXT_LOGS = (
+    "text logs are not read yet, because text does not say which tokens the model saw and wrote. "
+    "Capture traffic with `flywheel serve serve.capture=FOLDER` or the middleware, or log requests "
+    'with "return_token_ids": true as {"request": .., "response": ..}, one JSON object a line'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """`damaged` is the class; `fix` says what to do where nothing else is left."""
+
+    damaged: bool
+    meaning: str
+    fix: str
+
+
+_LOOK = "look at the named place of the log"
+
+REASONS = {
+    # damaged or not to be trusted
+    "not_json": Reason(True, "the line is not a JSON value", _LOOK),
+    "cut_line": Reason(
+        True, "the last line ends inside a JSON value (writer killed, or still writing)", _LOOK
+    ),
+    "torn_line": Reason(
+        True, "a record torn by the next one (disk full, writer killed); the next is used", _LOOK
+    ),
+    "damaged_file": Reason(
+        True, "a compressed file that is cut or damaged; what is before is used", "copy it again"
+    ),
+    "line_too_long": Reason(True, f"a line of more than {MAX_LINE_BYTES >> 20} MiB", _LOOK),
+    "not_an_object": Reason(True, "JSON, but not an object", _LOOK),
+    "unknown_format": Reason(
+        True, "neither a capture record nor a request/response pair", "write one of the two"
+    ),
+    "unknown_version": Reason(
+        True, "a capture record of another format version", "ingest it with the version it names"
+    ),
+    "bad_token_ids": Reason(True, "token ids that are not a list of integers", _LOOK),
+    "token_outside_vocabulary": Reason(
+        True, "an id the target does not have", "set target.path to the folder that was served"
+    ),
+    "other_model": Reason(
+        True,
+        "another model answered than was asked for",
+        "if these names are the target's, list them in ingest.models",
+    ),
+    "finish_unknown": Reason(True, "a finish reason that is not known", _LOOK),
+    "bad_field": Reason(True, "a field of the wrong type or range", _LOOK),
+    "duplicate_field": Reason(True, "a field that is there twice, with two values", _LOOK),
+    # readable, but not for this drafter
+    "no_consent": Reason(
+        False,
+        "the owner did not agree",
+        "anything but a clear yes is a no: see what sets the consent field",
+    ),
+    "redacted": Reason(
+        False,
+        "its text was redacted: its tokens must not be learned from",
+        "log requests whose owners agree, without redaction",
+    ),
+    "text_log": Reason(False, "a file of another kind", TEXT_LOGS),
+    "text_only": Reason(False, "a conversation as text, without token ids", TEXT_LOGS),
+    "no_token_ids": Reason(
+        False, "no prompt or output token ids", 'serve or ask with "return_token_ids": true'
+    ),
+    "other_target": Reason(
+        False,
+        "the record names another target_id",
+        "set target.path to the folder that was served, or ingest newer logs",
+    ),
+    "adapter": Reason(
+        False, "served with a LoRA adapter: not the target's own output", "log the target's own"
+    ),
+    "not_in_models": Reason(
+        False, "a model that ingest.models does not list", "list the target's names there"
+    ),
+    "empty_loss_mask": Reason(False, "no output token, so nothing to learn from", "log answers"),
+    "short_output": Reason(
+        False,
+        "fewer output tokens than ingest.min_output_tokens",
+        "drafters help where answers are longer",
+    ),
+    "finish_error": Reason(False, "the request failed", "see the server's log"),
+    "finish_content_filter": Reason(False, "the answer was filtered", "log unfiltered answers"),
+}
+
+
+def reason_of(name: str) -> Reason:
+    """The table's row of a reason, which may carry the field's name: "bad_field:top_k"."""
+    return REASONS[name.partition(":")[0]]

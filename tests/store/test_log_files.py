@@ -1,0 +1,133 @@
+"""Logs as they are found: rotated, compressed, cut, with a mark, or no logs at all."""
+
+import gzip
+import os
+import zlib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from store.digests import Digests, digest_log, stamp
+from store.log_files import find_logs, open_log, other_kind
+from store.logs import Reject, Rules, parse_log
+
+RULES = Rules("t", 100, "default", 2, 10, 10)
+
+
+def line(i: int) -> bytes:
+    return b'{"v": 1, "request_id": "r%d", "prompt_ids": [1, 2], "output_ids": [%d, 4]}\n' % (i, i)
+
+
+LINES = b"".join(line(i) for i in range(50))
+
+
+def zstd(data: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def parse(path):
+    size, sha256, _ = digest_log(path, set())
+    return list(parse_log(path, size, sha256, RULES))
+
+
+PACKED = [gzip.compress(LINES), zstd(LINES), gzip.compress(LINES[:99]) + gzip.compress(LINES[99:])]
+
+
+@pytest.mark.parametrize("data", [*PACKED, PACKED[0] + b"\0" * 512])
+def test_compressed_logs_are_read_whatever_their_name(tmp_path, data):
+    (tmp_path / "capture.jsonl.1").write_bytes(data)
+    (tmp_path / "plain").write_bytes(LINES)
+    rows = parse(tmp_path / "capture.jsonl.1")
+    assert [row["request_id"] for row in rows] == [f"r{i}" for i in range(50)]
+    # compressing a log makes no new log of it
+    assert digest_log(tmp_path / "capture.jsonl.1", {9}) == digest_log(tmp_path / "plain", {9})
+
+
+@pytest.mark.parametrize("level", [0, 6])
+def test_a_torn_gzip_gives_the_records_before_the_tear_and_one_reject(tmp_path, level):
+    path = tmp_path / "log.gz"
+    path.write_bytes(gzip.compress(LINES, level)[:-60])
+    *rows, reject = parse(path)
+    assert [row["request_id"] for row in rows] == [f"r{i}" for i in range(len(rows))]
+    assert rows
+    assert (reject.reason, reject.raw) == ("damaged_file", b"")
+    assert "ends inside a gzip member" in reject.detail
+
+
+def test_what_follows_a_gzip_file_is_one_reject(tmp_path):
+    path = tmp_path / "log.gz"
+    path.write_bytes(gzip.compress(LINES) + b"tr")
+    *rows, reject = parse(path)
+    assert len(rows) == 50
+    assert (type(reject), reject.offset, reject.reason) == (Reject, len(LINES), "damaged_file")
+
+
+def test_a_large_compressed_log_is_read_in_pieces(tmp_path):
+    data = os.urandom(3 << 20)
+    (tmp_path / "log").write_bytes(gzip.compress(data, 0))
+    with open_log(tmp_path / "log") as stream:
+        assert zlib.crc32(stream.read()) == zlib.crc32(data)
+
+
+def test_rotated_logs_of_a_folder_are_found_and_the_rest_is_named(tmp_path):
+    """Rotated and compressed logs were missed without a word."""
+    names = ["capture.jsonl", "capture.jsonl.1", "capture.jsonl-20261129.gz", "b.jsonl.zst"]
+    others = ["README.md", "sub/", "x.jsonl.gz.tmp", "y.parquet"]
+    for name in [*names, *others, ".hidden.jsonl"]:
+        path = tmp_path / name
+        path.mkdir() if name.endswith("/") else path.write_bytes(LINES)
+    logs, aside = find_logs([str(tmp_path)])
+    assert logs == sorted(tmp_path / name for name in names)
+    assert aside == {tmp_path: others}
+    assert find_logs([f"{tmp_path}/capture*"])[0] == sorted(tmp_path / name for name in names[:3])
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b'[\n  {\n    "id": "a",\n    "conversations": [{"from": "hu', "one JSON array"),
+        (b'[{"id": 1},\n{"id": 2}]', "one JSON array"),
+        (b'[{"request": {}, "response": {"prompt_token_ids": [1]}}]', "jq -c '.[]'"),
+        (b'{\n "request": {}\n}', "several lines"),
+        (b"PAR1....", "Parquet"),
+        (b"\xff\xfe{\0", "UTF-16"),
+        (b"INFO 11-30 12:00:00 [logger.py:39] Received request chat-1: prompt: 'a'\n", "server"),
+        (gzip.compress(b'[\n {"messages": []}'), "one JSON array"),
+        (LINES, None),
+        (b"[1, 2\n" + LINES, None),
+        (b'[{"torn": \n' + LINES, None),
+        (b"", None),
+        (b"garbage", None),
+    ],
+)
+def test_files_that_hold_no_lines_say_what_they_are(tmp_path, data, kind):
+    (tmp_path / "file").write_bytes(data)
+    found = other_kind(tmp_path / "file")
+    assert found is None if kind is None else kind in str(found)
+
+
+def test_a_parquet_file_says_what_it_is(tmp_path):
+    pq.write_table(pa.table({"messages": ["hi"]}), tmp_path / "file")
+    assert other_kind(tmp_path / "file") == "a Parquet file"
+
+
+def test_digest_of_an_unchanged_log_is_kept(tmp_path):
+    log, file = tmp_path / "log", tmp_path / "logs.json"
+    log.write_bytes(LINES)
+    digest = digest_log(log, {7})
+    settled = [*stamp(log)]
+    Digests(file).keep({log: (settled, digest)})
+    assert Digests(file).get(log) is None  # too young: a second write may leave the times alone
+    young, old = stamp(log), [len(LINES), 1, 1, stamp(log)[3]]
+    Digests(file).keep({log: (old, digest)})
+    known = Digests(file)
+    known.known[str(log)]["stamp"] = young
+    assert known.get(log) == digest
+    log.write_bytes(LINES.replace(b"r1", b"r2"))
+    assert known.get(log) is None
+    file.write_text("{")
+    assert Digests(file).get(log) is None
