@@ -20,6 +20,7 @@ from jobs.cli import run_as_module
 from jobs.cluster import cluster
 from jobs.config import Config
 from jobs.console import console, print_table
+from jobs.slices import largest_rows
 from store.ingest import ingest_log, publish
 from store.logs import REASONS, Rules, digest_log
 from store.shards import read_manifests, sweep
@@ -159,7 +160,7 @@ def _summary(
         domain: {split: slices[domain, split] for split in ("train", "val", "test")}
         for domain in sorted({domain for domain, _ in slices})
     }
-    rows = [(name, s["train"], s["val"], s["test"]) for name, s in domains.items()]
+    rows = largest_rows({name: list(splits.values()) for name, splits in domains.items()})
     print_table("Samples in traffic/", ["domain", "train", "val", "test"], rows)
     console.print(
         f"{total['records']} records in {len(logs)} log(s): {total['accepted']} accepted, "
