@@ -36,7 +36,7 @@ def replay_mix(
     if not main:
         raise ValueError(
             f"train.domain {domain!r} has no training sample; there are: "
-            f"{', '.join(sorted(set(domains)))}"
+            f"{', '.join(sorted(set(domains))[:10])}"
         )
     if not token_share:
         return Mix(main)

@@ -11,12 +11,14 @@ and makes it 2. Stages are imported only when they run: help works whatever is i
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
 from jobs.config import Config, load
+from jobs.console import visible
 from jobs.settings import to_yaml
 
 STAGES = {
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{args.stage} has no --plan; only {', '.join(PLANNED)}")
         cfg = load(args.config, _settings(args.stage, args.settings))
         if args.stage == "config":
-            print(to_yaml(cfg), end="")
+            _print(to_yaml(cfg), end="")
             return 0
         return _run(args.stage, cfg, "plan" if args.plan else "run")
     except KeyboardInterrupt:
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = _message(error)
         if message is None:
             raise
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {visible(message, lines=True)}", file=sys.stderr)
         return 2
 
 
@@ -93,9 +95,19 @@ def run_as_module(stage: str) -> NoReturn:
 
 def _run(stage: str, cfg: Config, function: str) -> int:
     summary = getattr(importlib.import_module(STAGES[stage][0]), function)(cfg)
-    sys.stderr.flush()
-    print(json.dumps(summary), flush=True)
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    _print(json.dumps(summary))
     return 0 if summary.get("ok", True) else 1
+
+
+def _print(text: str, end: str = "\n") -> None:
+    """To stdout. A reader that has closed it (`flywheel config | head`) has all it wanted."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        # What is still buffered goes nowhere, or Python complains when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _settings(stage: str, words: list[str]) -> list[str]:
@@ -123,7 +135,7 @@ def _message(error: Exception) -> str | None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n`flywheel --help` lists the stages\n")
+        self.exit(2, f"error: {visible(message)}\n`flywheel --help` lists the stages\n")
 
 
 def _stage(name: str) -> str:

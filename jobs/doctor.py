@@ -22,7 +22,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from jobs.config import Config
-from jobs.console import console, print_table
+from jobs.console import console, print_finding, print_table
 
 DISTRIBUTION = "dflash-flywheel"
 SHOWN = ("torch", "transformers", "pyarrow", "ray", "mlflow", "duckdb")
@@ -48,7 +48,7 @@ def run(cfg: Config) -> dict:
     )
     for check in found:
         if check.status != "ok":
-            console.print(f"[bold]{check.status}: {check.name}[/]: {check.fix}")
+            print_finding(check.status, check.name, check.fix)
     return {"ok": all(c.status != "fail" for c in found), "checks": [asdict(c) for c in found]}
 
 

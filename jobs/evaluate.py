@@ -24,7 +24,7 @@ from dflash.replay import Request, replay, replay_many
 from dflash.target import target_id
 from jobs.cli import run_as_module
 from jobs.config import Config
-from jobs.console import console, print_table
+from jobs.console import console, print_table, short_name
 from jobs.describe import by_k, describe, gain
 from jobs.intervals import Resamples
 from jobs.regression import load_sets
@@ -40,7 +40,7 @@ from jobs.sides import (
     held_out,
     load_on,
 )
-from jobs.slices import Row, Walks
+from jobs.slices import Row, Walks, largest
 from store.files import commit
 from store.ids import drafter_version, short_hash
 from store.leakage import leaking
@@ -285,19 +285,26 @@ def _print(evaluation: dict[str, Any]) -> None:
         ["macro (mean of requests)", measured["macro"], ""],
     ]
     for dimension, parts in measured["slices"].items():
-        lines += [[f"{dimension} {n}", p["tau"], _words(p["ci"])] for n, p in parts.items()]
+        kept = largest({name: part["rounds"] for name, part in parts.items()})
+        for n in kept:
+            part = parts[n]
+            lines.append([f"{dimension} {short_name(n)}", part["tau"], _words(part["ci"])])
+        if len(kept) < len(parts):
+            lines.append([f"{dimension}: {len(parts) - len(kept)} smaller ones", None, ""])
     title = f"Replay of {evaluation['drafter']} on {evaluation['split']}, K = {evaluation['k']}"
     print_table(title, ["slice", "tau", "95 % interval"], lines)
     found = evaluation["leaking"]
     if found["leaking"]:
         console.print(
-            f"[yellow]{found['leaking']} of {found['samples']} samples share their text with "
-            "training samples: tau is too high for new traffic"
+            f"{found['leaking']} of {found['samples']} samples share their text with "
+            "training samples: tau is too high for new traffic",
+            style="yellow",
         )
     if evaluation["draftable"] < ENOUGH:
         console.print(
-            f"[yellow]only {evaluation['draftable']:.1%} of the answers' tokens are in the draft "
-            "vocabulary, which caps tau: train a new drafter with a larger drafter.draft_vocab"
+            f"only {evaluation['draftable']:.1%} of the answers' tokens are in the draft "
+            "vocabulary, which caps tau: train a new drafter with a larger drafter.draft_vocab",
+            style="yellow",
         )
     alpha = evaluation["alpha"]
     print_table(

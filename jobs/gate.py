@@ -3,6 +3,7 @@
 from typing import Any
 
 from jobs.config import Promote
+from jobs.console import short_name
 from jobs.intervals import FEWEST
 from jobs.registry import Version
 
@@ -67,8 +68,8 @@ def refusals(limits: Promote, evaluation: Fields, champion: Version | None) -> l
         loss = before - tau["domains"].get(domain, 0.0)
         if loss > limits.max_domain_loss:
             reasons.append(
-                f"domain {domain} loses {loss:.3f} tau, more than promote.max_domain_loss "
-                f"{limits.max_domain_loss}"
+                f"domain {short_name(domain)} loses {loss:.3f} tau, more than "
+                f"promote.max_domain_loss {limits.max_domain_loss}"
             )
     for name, found in evaluation.get("regression", {}).items():
         if found["baseline"] and -found["baseline"]["delta"] > limits.max_domain_loss:

@@ -23,6 +23,7 @@ from jobs.cli import run_as_module
 from jobs.cluster import cluster
 from jobs.config import Config
 from jobs.console import console, print_table
+from jobs.slices import largest_rows
 from store.digests import Digest, Digests, digest_log, stamp
 from store.ingest import ingest_log, publish
 from store.log_files import find_logs
@@ -216,7 +217,7 @@ def _summary(
         domain: {split: slices[domain, split] for split in ("train", "val", "test")}
         for domain in sorted({domain for domain, _ in slices})
     }
-    rows = [(name, s["train"], s["val"], s["test"]) for name, s in domains.items()]
+    rows = largest_rows({name: list(splits.values()) for name, splits in domains.items()})
     print_table("Samples in traffic/", ["domain", "train", "val", "test"], rows)
     rejected, unused = _by_reason(total, "reject:"), _by_reason(total, "unused:")
     console.print(

@@ -19,7 +19,7 @@ from dflash.checkpoint import read_config
 from dflash.target import target_id
 from jobs.cli import run_as_module
 from jobs.config import Config
-from jobs.console import console, print_table
+from jobs.console import console, print_table, short_name
 from jobs.evaluate import domains, find_drafter, save_json
 from jobs.preflight import vllm_version
 from jobs.registry import resolve
@@ -254,7 +254,7 @@ def ask(
         mine = [i for i, row in enumerate(rows) if row["domain"] == name]
         before = decode_steps(url)
         requests = [as_request(rows[i]) for i in mine]
-        found = complete(url, requests, cfg.verify.concurrency, f"{label}, {name}")
+        found = complete(url, requests, cfg.verify.concurrency, f"{label}, {short_name(name)}")
         tokens = sum(len(answer.output_ids) - 1 for answer in found)
         counts[name] = (tokens, decode_steps(url) - before)
         answers |= zip(mine, found, strict=True)

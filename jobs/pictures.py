@@ -2,17 +2,22 @@
 
 Drawn small (4.2 inches wide) with readable type: a page scales them up on a screen and keeps them
 legible on a phone. Replayed and served rows, and the baseline, look the same everywhere. Colors are
-CSS variables with the drawn color behind them, so that a page can be dark.
+CSS variables with the drawn color behind them, so that a page can be dark. Names come from outside:
+none is read as a formula, as a color or as a mark of the drawing library.
 """
 
 import io
+import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from statistics import mean
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+
+from jobs.console import visible
 
 INK, PAGE, FAINT = "#1a1a1b", "#fffffe", "#bbbbbc"
 BLUE, RED, GRAY, GREEN = "#0072b2", "#d55e00", "#767677", "#009e73"
@@ -25,6 +30,7 @@ THEME = {
     GRAY: f"var(--gray, {GRAY})",
     GREEN: f"var(--green, {GREEN})",
 }
+COLOR = re.compile("|".join(THEME))
 STYLE: dict[str, dict[str, Any]] = {
     "replay": {"color": BLUE, "marker": "o", "linestyle": "-"},
     "served": {"color": RED, "marker": "s", "linestyle": "--"},
@@ -33,6 +39,7 @@ STYLE: dict[str, dict[str, Any]] = {
 RC: dict[Any, Any] = {
     "font.size": 10,
     "font.family": "sans-serif",
+    "text.parse_math": False,  # $ is a letter
     "svg.fonttype": "none",  # text stays text: searchable, and in the reader's own font
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -132,7 +139,7 @@ def forest(
                 axes.plot(ci, [y, y], color=BLUE, linewidth=1.5)
             axes.plot(value, y, "o", color=BLUE, mfc=BLUE if ci else PAGE)
         axes.axvline(at, color=GRAY, linewidth=0.8, linestyle=":")
-        axes.set_yticks(range(len(rows)), [_short(p[0]) if p else group for group, p in rows])
+        axes.set_yticks(range(len(rows)), [_short(p[0] if p else group) for group, p in rows])
         for tick, (_, point) in zip(axes.get_yticklabels(), rows, strict=True):
             tick.set_fontweight("normal" if point else "bold")
         axes.tick_params(axis="y", length=0)
@@ -193,7 +200,7 @@ def training_curves(
         above.set_ylabel("training loss")
         for i, (name, points) in enumerate(taus.items()):
             at, tau = zip(*points, strict=True)
-            below.plot(at, tau, "-", marker="os^Dv"[i % 5], mfc=PAGE, label=name)
+            below.plot(at, tau, "-", marker="os^Dv"[i % 5], mfc=PAGE, label=_entry(name))
         below.axhline(1, color=GRAY, linewidth=0.8, linestyle=":")
         below.set(xlabel="step", ylabel="replayed tau, val")
         if taus:
@@ -219,17 +226,26 @@ def _ticks(ks: Sequence[int]) -> list[int]:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= LONGEST else name[: LONGEST - 2] + ".."
+    return visible(name, LONGEST)
+
+
+def _entry(name: str) -> str:
+    """A name for a legend, which leaves out what begins with an underscore."""
+    return f" {_short(name)}" if name.startswith("_") else _short(name)
 
 
 def _legend_above(axes: Any, columns: int) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns)
 
 
-def _style(name: str) -> AbstractContextManager:
+@contextmanager
+def _style(name: str) -> Iterator[None]:
     """Our settings; the name keeps the ids inside one picture apart from those of another."""
     settings: dict[Any, Any] = {**RC, "svg.hashsalt": name}
-    return matplotlib.rc_context(settings)
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        # Its fonts only measure here. What they lack, the reader's own have.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        yield
 
 
 def _figure(height: float = 2.7) -> tuple[Figure, Any]:
@@ -246,6 +262,10 @@ def _svg(figure: Figure) -> str:
     stream = io.StringIO()
     figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
     text = stream.getvalue()
-    for drawn, themed in THEME.items():
-        text = text.replace(drawn, themed)
-    return text[text.index("<svg") :]
+    text = re.sub(r"<[^>]*>", _themed, text[text.index("<svg") :])
+    return text.strip()
+
+
+def _themed(tag: re.Match[str]) -> str:
+    """A tag, not the text between tags, with the colors of a page."""
+    return COLOR.sub(lambda color: THEME[color[0]], tag[0])

@@ -18,16 +18,12 @@ from dflash.objective import choose_labels, named_tokens
 from dflash.target import resolve_dtype, target_id, ties_embeddings
 from jobs.checkpoints import KEEP, newest_state, state_step, states_folder
 from jobs.config import Config
-from jobs.console import print_table
+from jobs.console import print_table, short_name, some_names
 from jobs.feed import GIB, TrainingSet, read_rows, training_set, val_rows
 from jobs.samples import captured_top_k, check_features
 from jobs.settings import split_identity
-from jobs.shape import (
-    drafter_config,
-    export_dtype,
-    none_of_target,
-    target_fields,
-)
+from jobs.shape import drafter_config, export_dtype, none_of_target, target_fields
+from jobs.slices import largest_rows
 from store.ids import short_hash
 
 PROCESS_BYTES = 700 << 20
@@ -102,7 +98,7 @@ def check_val(cfg: Config, val: list[dict[str, Any]]) -> None:
     if cfg.train.domain and domains and cfg.train.domain not in domains:
         raise ValueError(
             f"no greedy val request of train.domain {cfg.train.domain!r} (there are: "
-            f"{', '.join(sorted(domains))}): nothing can choose its weights; ingest more "
+            f"{some_names(domains)}): nothing can choose its weights; ingest more "
             "conversations or raise ingest.val_percent"
         )
     if cfg.train.patience and not val:
@@ -191,7 +187,7 @@ def _checkpoints(cfg: Config) -> str:
 def _chosen_by(cfg: Config, val: list[dict[str, Any]]) -> str:
     if not val:
         return "nothing: no greedy val request, the last weights are exported"
-    what = f"tau of {cfg.train.domain}" if cfg.train.domain else "pooled tau"
+    what = f"tau of {short_name(cfg.train.domain)}" if cfg.train.domain else "pooled tau"
     if not cfg.train.base or cfg.train.max_slice_loss >= 1:
         return f"highest {what}"
     kept = f"{1 - cfg.train.max_slice_loss:.0%} of the base's"
@@ -256,7 +252,8 @@ def print_plan(plan: Facts) -> None:
     """The plan as tables on stderr."""
     single = [(key, value) for key, value in plan.items() if not isinstance(value, dict)]
     print_table("Plan", ["what", "value"], single)
-    print_table("Val requests", ["domain", "replayed"], plan["val_requests"].items())
+    val = {domain: [count] for domain, count in plan["val_requests"].items()}
+    print_table("Val requests", ["domain", "replayed"], largest_rows(val))
     memory = plan["memory_bytes"] | {
         "total": sum(plan["memory_bytes"].values()),
         "free now": psutil.virtual_memory().available,

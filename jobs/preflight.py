@@ -15,7 +15,7 @@ from dflash.checkpoint import drafter_sha256
 from dflash.target import target_id
 from jobs.cli import run_as_module
 from jobs.config import Config
-from jobs.console import console, print_table
+from jobs.console import print_finding, print_table
 from jobs.contract import contract
 from jobs.doctor import Check, installed
 from jobs.evaluate import find_drafter, save_json
@@ -98,7 +98,7 @@ def show(folder: Path, checks: list[Check], measured: dict[str, Any]) -> None:
     )
     for check in checks:
         if check.fix:
-            console.print(f"[bold]{check.status}: {check.name}[/]: {check.fix}")
+            print_finding(check.status, check.name, check.fix)
     ties = measured.get("near_ties", [])
     if ties:
         columns = ["trace", "anchor", "slot", "ours", "theirs", "gap"]

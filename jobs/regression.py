@@ -20,6 +20,7 @@ from dflash.target import Target, load_target
 from jobs import harvest
 from jobs.benchmarks import Prompts, read_prompts
 from jobs.config import Config
+from jobs.console import short_name
 from jobs.samples import set_aside, with_features
 from jobs.shape import compute_device, compute_dtype, end_tokens, target_tokenizer
 from jobs.slices import Row
@@ -157,7 +158,7 @@ def generate(
     )
     outputs: list[list[int]] = [[] for _ in prompts]
     lengths = [len(ids) + longest for ids in prompts]
-    with tqdm(total=len(prompts), desc=label, unit="answer") as bar:
+    with tqdm(total=len(prompts), desc=short_name(label), unit="answer") as bar:
         for group in length_groups(lengths, cfg.harvest.batch_tokens):
             widest = max(len(prompts[i]) for i in group)
             ids = torch.tensor([[ends[0]] * (widest - len(prompts[i])) + prompts[i] for i in group])

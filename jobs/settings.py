@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 
 T = TypeVar("T")
+ODD_NUMBER = re.compile(r"[-+]?0[0-9_]|.*:")
 
 
 def setting(
@@ -38,14 +40,16 @@ def setting(
 def read_yaml(file: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping."""
     try:
-        values = yaml.safe_load(file.read_text())
+        values = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError as error:
         raise ValueError(
             f"--config {file}: no such file; `flywheel config > {file}` writes one with every "
             "setting and its meaning"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{file} is not valid YAML: {_yaml_problem(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -53,10 +57,38 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return values
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML that means what it says: no key twice (the first would be dropped without a word), no
+    number that YAML 1.1 reads otherwise than it is written (010 is 8, 1:30 is 90).
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: dict[str, yaml.Node] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):  # any other is no setting and refused as such
+                first = seen.setdefault(key.value, key)
+                if first is not key:
+                    lines = f"in lines {first.start_mark.line + 1} and {key.start_mark.line + 1}"
+                    raise ValueError(f"{key.value!r} stands twice, {lines}: put both together")
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if node.tag.endswith((":int", ":float")) and ODD_NUMBER.match(node.value):
+            line = node.start_mark.line + 1
+            raise ValueError(
+                f"line {line}: YAML reads {node.value} as another number: put text into quotes, "
+                "and write numbers without a zero before them and without colons"
+            )
+        return node
+
+
 def _yaml_problem(error: Exception) -> str:
     """One line: where, and what the parser expected."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    return f"line {mark.line + 1}: {problem}" if mark and problem else str(error)
+    tab = "; indent with spaces" if "'\\t'" in str(problem) else ""
+    return f"line {mark.line + 1}: {problem}{tab}" if mark and problem else str(error)
 
 
 def parse_overrides(cls: type, overrides: Sequence[str]) -> dict[str, Any]:
@@ -71,7 +103,10 @@ def parse_overrides(cls: type, overrides: Sequence[str]) -> dict[str, Any]:
             )
         if name not in settings:
             raise ValueError(_unknown(cls, name))
-        values[name] = _read_text(text, settings[name][1])
+        try:
+            values[name] = _read_text(text, settings[name][1])
+        except ValueError as error:
+            raise ValueError(f"{override!r}: {error}") from error
     return values
 
 
@@ -170,12 +205,29 @@ def _check(name: str, value: Any, item: dataclasses.Field, kind: Any) -> Any:
             value = float(value)
     if not _matches(value, kind):
         close = difflib.get_close_matches(str(value), [str(arg) for arg in get_args(kind)], n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else _quotes(value, kind)
         raise ValueError(f"{name} = {value!r}: expected {_expected(item, kind)}{hint}")
+    if not _is_unicode(value):
+        raise ValueError(f"{name} = {value!r}: not UTF-8, which files of results cannot hold")
     minimum = item.metadata["minimum"]
     if minimum is not None and value < minimum:
         raise ValueError(f"{name} = {value!r}: expected {_expected(item, kind)}")
     return _absolute(value, item)
+
+
+def _quotes(value: Any, kind: Any) -> str:
+    """What to write where YAML read a text as something else: no, on, 2024, 2024-01-31, nothing."""
+    if (kind is not str and kind != list[str]) or isinstance(value, dict):
+        return ""
+    if value is None:
+        return '; nothing is written "" or []'
+    return "; a text such as no, on, 2024 or 2024-01-31 stands in quotes"
+
+
+def _is_unicode(value: Any) -> bool:
+    """False for a name of bytes that are no UTF-8, which Python holds as lone surrogates."""
+    texts = value if isinstance(value, list) else [value]
+    return not any(re.search("[\ud800-\udfff]", text) for text in texts if isinstance(text, str))
 
 
 def _matches(value: Any, kind: Any) -> bool:
@@ -208,8 +260,8 @@ def _read_text(text: str, kind: Any) -> Any:
     if get_origin(kind) is list and not text.startswith("["):
         return [_read_text(part, get_args(kind)[0]) for part in text.split(",")] if text else []
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, RecursionError):
         return text
 
 

@@ -1,10 +1,16 @@
-"""Parts of the traffic that are looked at apart: by domain, language, length, place, settings."""
+"""Parts of the traffic that are looked at apart: by domain, language, length, place, settings.
 
-from collections.abc import Mapping, Sequence
+Clients choose domains and languages, so there may be any number of them: all are computed and
+kept, `largest` says which ones a table, a picture or a log shows.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from dflash.acceptance import tau
+from jobs.console import short_name
 
 Row = dict[str, Any]
 Walks = list[list[int]]
@@ -13,6 +19,10 @@ Walks = list[list[int]]
 LENGTHS = (128, 512, 2048, 8192)
 PLACES = (32, 128, 512)
 TEMPERATURES = (0.0, 0.5, 1.0)
+SHOWN = 30
+"""Slices of one dimension that are shown to people."""
+BUCKET = re.compile(r"(\d+(?:\.\d+)?)(?:\.\.(?:\d+(?:\.\d+)?)?)?", re.ASCII)
+"""As `_bucket` and `_heat` write them."""
 
 
 def slices(rows: Sequence[Row], accepted: Walks) -> dict[str, dict[str, Walks]]:
@@ -30,6 +40,7 @@ def slices(rows: Sequence[Row], accepted: Walks) -> dict[str, dict[str, Walks]]:
         "place in the answer": _by_place(accepted),
         "thinking": _by_request([_flag(row["thinking"]) for row in rows], accepted),
         "temperature": _by_request([_heat(row["temperature"]) for row in rows], accepted),
+        "shaped": _by_request([_shaped(row["shaped"]) for row in rows], accepted),
     }
     return {name: parts for name, parts in found.items() if len(parts) > 1 or name == "domain"}
 
@@ -44,12 +55,29 @@ def taus_by_slice(rows: Sequence[Row], walks: Mapping[int, Walks]) -> dict[str, 
     return {name: taus for name, taus in found.items() if len(taus) == len(walks)}
 
 
+def largest(sizes: Mapping[str, float], most: int = SHOWN) -> list[str]:
+    """The `most` largest names of {name: size}, in the order they have there."""
+    kept = set(sorted(sizes, key=lambda name: -sizes[name])[:most])
+    return [name for name in sizes if name in kept]
+
+
+def largest_rows(counts: Mapping[str, Sequence[int]]) -> list[list[Any]]:
+    """Table rows [name, *counts] of the largest names; the last one sums up all others."""
+    kept = largest({name: sum(numbers) for name, numbers in counts.items()})
+    rows: list[list[Any]] = [[short_name(name), *counts[name]] for name in kept]
+    others = [numbers for name, numbers in counts.items() if name not in kept]
+    if others:
+        rows.append([f"({len(others)} smaller ones)", *map(sum, zip(*others, strict=True))])
+    return rows
+
+
 def _by_request(labels: Sequence[str], accepted: Walks) -> dict[str, Walks]:
-    names = dict.fromkeys(label for label, rounds in zip(labels, accepted, strict=True) if rounds)
-    return {
-        name: [r if label == name else [] for label, r in zip(labels, accepted, strict=True)]
-        for name in sorted(names, key=_order)
-    }
+    found: dict[str, Walks] = {}
+    empty: list[int] = []
+    for i, (label, rounds) in enumerate(zip(labels, accepted, strict=True)):
+        if rounds:
+            found.setdefault(label, [empty] * len(accepted))[i] = rounds
+    return {name: found[name] for name in _ordered(found)}
 
 
 def _by_place(accepted: Walks) -> dict[str, Walks]:
@@ -58,8 +86,10 @@ def _by_place(accepted: Walks) -> dict[str, Walks]:
         anchors = accumulate((count + 1 for count in rounds[:-1]), initial=0) if rounds else ()
         for anchor, count in zip(anchors, rounds, strict=True):
             name = _bucket(anchor + 1, PLACES)
-            found.setdefault(name, [[] for _ in accepted])[i].append(count)
-    return {name: found[name] for name in sorted(found, key=_order)}
+            if name not in found:
+                found[name] = [[] for _ in accepted]
+            found[name][i].append(count)
+    return {name: found[name] for name in _ordered(found)}
 
 
 def _bucket(value: int, bounds: Sequence[int]) -> str:
@@ -90,7 +120,16 @@ def _flag(value: bool | None) -> str:
     return "unknown" if value is None else "on" if value else "off"
 
 
-def _order(name: str) -> tuple[float, str]:
+def _shaped(names: str | None) -> str:
+    """What shaped an answer beside its temperature: nothing, names, or the log does not say."""
+    return "unknown" if names is None else names or "plain"
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
     """Buckets by their lower end, everything else by name behind them."""
-    start = name.split("..")[0]
-    return (float(start), name) if ".." in name or name == "0" else (float("inf"), name)
+
+    def place(name: str) -> tuple[float, str]:
+        bucket = BUCKET.fullmatch(name)
+        return (float(bucket[1]) if bucket else float("inf"), name)
+
+    return sorted(names, key=place)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import sql
 from jobs.cli import run_as_module
 from jobs.config import Config
-from jobs.console import console, print_table
+from jobs.console import console, print_table, visible
 from store import promotions
 from store.schemas import ACCEPTANCE, REJECTS, TRAFFIC
 from store.shards import shard_paths
@@ -31,6 +31,8 @@ DATASETS = {
     "reject_rows": ("rejects", REJECTS),
 }
 MAX_SUMMARY_ROWS = 200
+LONGEST = 120
+"""Characters of a text that a table of many columns shows."""
 
 
 def run(cfg: Config) -> dict[str, Any]:
@@ -47,7 +49,8 @@ def run(cfg: Config) -> dict[str, Any]:
         console.print(f"note: {cfg.path('acceptance')} is empty; `flywheel evaluate` fills it")
     table = ask(cfg, path.read_text(), str(path))
     rows = [[_plain(row[name]) for name in table.column_names] for row in table.to_pylist()]
-    print_table(path.stem, table.column_names, rows)
+    shown = [[visible(v, LONGEST) if isinstance(v, str) else v for v in row] for row in rows]
+    print_table(path.stem, table.column_names, shown, most=None)
     return {
         "stage": "sql",
         "question": path.stem,

@@ -7,6 +7,7 @@ val split. With --plan it says what it would do and stops.
 """
 
 import os
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -42,10 +43,13 @@ from jobs.progress import follow
 from jobs.samples import check_features
 from jobs.settings import split_identity, to_yaml
 from jobs.shape import target_taps
+from jobs.slices import largest
 from jobs.tracking import MlflowFault, Tracker
 from store.shards import read_manifests
 
 RETRIES = 2
+CURVES = 5
+"""Domains with a line in the picture of a run: those with the most val requests."""
 SHOWN = ["name", "samples", "parameters", "best_val_tau", "best_step", "slots_per_second"]
 
 
@@ -183,8 +187,8 @@ def _scaling(cfg: Config) -> ScalingConfig:
 def _draw(tracker: Tracker, val: list[dict[str, Any]]) -> None:
     """The curves of the whole run, resumed parts included, as a picture in MLflow."""
     losses = tracker.curve("loss")
-    domains = sorted({row["domain"] for row in val})
-    taus = {name: tracker.curve(f"val_tau/{name}") for name in domains}
+    domains = largest(Counter(row["domain"] for row in val), CURVES)
+    taus = {name: tracker.curve(f"val_tau/{name}") for name in sorted(domains)}
     taus = {name: points for name, points in taus.items() if points}
     if losses:
         tracker.picture(training_curves(losses, taus), "training.svg")

@@ -1,5 +1,6 @@
 """Replay on the val split while training, and the rule that says which weights are kept."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,18 +11,22 @@ from dflash.acceptance import tau
 from dflash.model import Drafter
 from dflash.replay import Request, replay
 from dflash.train import mixed_precision
+from jobs.slices import SHOWN
 
 
 @dataclass(frozen=True)
 class Taus:
-    """Replayed acceptance lengths at full K: pooled over all val requests, and of each domain."""
+    """Replayed acceptance lengths at full K: pooled over all val requests, and of each domain,
+    those with the most requests first.
+    """
 
     pooled: float
     domains: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        """By metric name."""
-        return {"val_tau": self.pooled} | {f"val_tau/{d}": t for d, t in self.domains.items()}
+        """By metric name; of domains, which may be any number, the SHOWN largest."""
+        shown = list(self.domains.items())[:SHOWN]
+        return {"val_tau": self.pooled} | {f"val_tau/{domain}": tau for domain, tau in shown}
 
 
 @dataclass(kw_only=True)
@@ -74,7 +79,7 @@ def replay_val(
         parts: list[Any] = [None] * world
         distributed.all_gather_object(parts, found)
         found = [pair for part in parts for pair in part]
-    domains = sorted({domain for domain, _ in found})
+    domains = [name for name, _ in Counter(sorted(domain for domain, _ in found)).most_common()]
     return Taus(
         tau([rounds for _, rounds in found]),
         {name: tau([rounds for domain, rounds in found if domain == name]) for name in domains},

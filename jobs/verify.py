@@ -20,7 +20,7 @@ from dflash.target import target_id
 from jobs.choose_k import BATCHES, CHOICE, Cost, choose, measure_costs, predicted
 from jobs.cli import run_as_module
 from jobs.config import Config
-from jobs.console import console, print_table
+from jobs.console import console, print_table, short_name, some_names
 from jobs.evaluate import commit_rows, domains, pick, save_json
 from jobs.reference import check_reference
 from jobs.registry import resolve
@@ -28,7 +28,7 @@ from jobs.report import publish
 from jobs.samples import load_requests
 from jobs.serve import served_dtype, server
 from jobs.shape import none_of_target
-from jobs.slices import taus_by_slice
+from jobs.slices import SHOWN, taus_by_slice
 from serving.acceptance import served_row
 from serving.client import Completion, Request, Speed, compare_speed, complete
 from serving.greedy import greedy_check
@@ -160,7 +160,7 @@ def speed_domain(cfg: Config, rows: list[Row]) -> str:
     if cfg.verify.domain not in names:
         raise ValueError(
             f"no held-out sample of domain {cfg.verify.domain!r} (verify.domain): "
-            f"there are {', '.join(names)}"
+            f"there are {some_names(names)}"
         )
     return cfg.verify.domain
 
@@ -184,13 +184,9 @@ def as_request(row: Row) -> Request:
     """The recorded prompt as token ids, with room for the recorded answer.
 
     A recorded answer that stopped by itself stops again; one cut by length is cut there again.
+    Its labels stay here: nothing captures these requests, and not every text can be a header.
     """
-    return Request(
-        prompt=list(row["prompt_ids"]),
-        max_tokens=len(row["output_ids"]),
-        conversation=row["conversation_id"],
-        domain=row["domain"],
-    )
+    return Request(prompt=list(row["prompt_ids"]), max_tokens=len(row["output_ids"]))
 
 
 def as_recorded(row: Row) -> Completion:
@@ -319,7 +315,8 @@ def show(result: dict[str, Any]) -> None:
     """The tables a person looks at."""
     replayed, counted = result["tau_replay"], result["tau_served"]
     lines = [["pooled", replayed["pooled"], counted["pooled"]]]
-    lines += [[n, replayed["domains"][n], counted["domains"][n]] for n in replayed["domains"]]
+    shown = list(replayed["domains"])[:SHOWN]
+    lines += [[short_name(n), replayed["domains"][n], counted["domains"][n]] for n in shown]
     pairs = zip(replayed["positions"], counted["positions"], strict=True)
     lines += [[f"draft {i} accepted", a, b] for i, (a, b) in enumerate(pairs, 1)]
     print_table(f"tau, K = {result['k']}", ["slice", "replayed", "served by vLLM"], lines)
@@ -332,8 +329,8 @@ def show(result: dict[str, Any]) -> None:
         )
     k_by_batch = ", ".join(map(str, result["k_by_batch_size"]))
     console.print(f"K chosen for batch size 1, 2, ... (the last for all larger): {k_by_batch}")
-    for name, ks in result["k_by_slice"].items():
-        console.print(f"  {name} alone: {', '.join(map(str, ks))}")
+    for name, ks in list(result["k_by_slice"].items())[:SHOWN]:
+        console.print(f"  {short_name(name)} alone: {', '.join(map(str, ks))}")
     speeds = [
         [
             s["concurrency"],
@@ -359,9 +356,10 @@ def warn_if_unsteady(stage: str, speeds: list[Row]) -> None:
     for s in speeds:
         if max(s["plain"]) > UNSTEADY * min(s["plain"]):
             console.print(
-                f"[yellow]at concurrency {s['concurrency']} the plain server gave "
+                f"at concurrency {s['concurrency']} the plain server gave "
                 f"{min(s['plain']):.0f} to {max(s['plain']):.0f} tokens/s: the machine was busy "
-                f"with something else, so these ratios mean little; run `flywheel {stage}` again"
+                f"with something else, so these ratios mean little; run `flywheel {stage}` again",
+                style="yellow",
             )
 
 

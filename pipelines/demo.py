@@ -67,7 +67,7 @@ def _stages(
     seconds: dict[str, float],
 ) -> None:
     for name, stage in stages:
-        console.rule(f"[bold]{name}")
+        console.rule(name)
         started = time.perf_counter()
         done[name] = stage(cfg)
         seconds[name] = round(time.perf_counter() - started, 1)

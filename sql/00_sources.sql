@@ -17,6 +17,10 @@ create macro tau_macro(accepted) as
 create macro accept_rate_at(accepted, k) as
     sum(len(list_filter(accepted, lambda a: a >= k))) / nullif(sum(len(accepted)), 0);
 
+-- The domain of a group, '(all)' for the sum over them: a client may have called one that, too.
+create macro domain_or_all(domain, is_sum) as
+    if(is_sum = 1, '(all)', if(domain = '(all)', '"(all)"', domain));
+
 -- One row per request and origin. Rows compare only where target, k and sampling agree.
 create view acceptance as
 select

@@ -34,7 +34,7 @@ final as (
         origin,
         k,
         temperature,
-        if(grouping(domain) = 1, '(all)', domain) as domain,
+        domain_or_all(domain, grouping(domain)) as domain,
         count(*) as pairs,
         tau(champion_accepted) as champion_tau,
         tau(challenger_accepted) as challenger_tau,

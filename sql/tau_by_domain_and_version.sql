@@ -19,7 +19,7 @@ final as (
         drafter_version,
         k,
         temperature,
-        if(grouping(domain) = 1, '(all)', domain) as domain,
+        domain_or_all(domain, grouping(domain)) as domain,
         count(*) as requests,
         count(distinct conversation_id) as conversations,
         sum(rounds) as rounds,

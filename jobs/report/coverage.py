@@ -2,9 +2,20 @@
 
 from dataclasses import dataclass
 
+from jobs.console import short_name
 from jobs.report.facts import ALL, Facts, pick
+from jobs.slices import SHOWN, largest
 
-DIMENSIONS = ("language", "prompt tokens", "place in the answer", "thinking", "temperature")
+DIMENSIONS = (
+    "language",
+    "prompt tokens",
+    "place in the answer",
+    "thinking",
+    "temperature",
+    "shaped",
+)
+REASONS = 5
+"""Reasons for setting samples aside that are told, the most frequent ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +31,8 @@ def lines(facts: Facts) -> list[Line]:
     """Every check there is, done or not."""
     return [
         _replay(facts),
+        _leakage(facts),
+        _set_aside(facts),
         _sampled(facts),
         _slices(facts),
         _baseline(facts),
@@ -46,12 +59,34 @@ def _replay(facts: Facts) -> Line:
     ks = sorted({r["k"] for r in pick(facts.taus, **where)})
     count = _counted(evaluation["samples"], evaluation["conversations"])
     parts = evaluation["tau"]["slices"]["domain"]
-    domains = ", ".join(f"{name} {part['conversations']}" for name, part in parts.items())
+    counts = {name: part["conversations"] for name, part in parts.items()}
+    domains = ", ".join(f"{short_name(name)} {counts[name]}" for name in largest(counts))
+    if len(counts) > SHOWN:
+        domains += f", and {len(counts) - SHOWN} smaller ones"
     text = (
         f"{count} (conversations by domain: {domains}), {evaluation['rounds']} rounds at K "
-        f"{evaluation['k']}; K {ks[0]} to {ks[-1]}; split {evaluation['split']}, never trained on"
+        f"{evaluation['k']}; K {ks[0]} to {ks[-1]}; split {evaluation['split']}"
     )
     return _line("replay of held-out conversations", True, text)
+
+
+def _leakage(facts: Facts) -> Line:
+    name, found = "held-out text apart from training text", facts.evaluation.get("leaking")
+    if found is None:
+        return _line(name, False, "this evaluation did not look: run flywheel evaluate again")
+    text = (
+        f"{found['leaking']} of {found['samples']} held-out samples share their text with "
+        "training samples"
+    )
+    return _line(name, True, text, not found["leaking"])
+
+
+def _set_aside(facts: Facts) -> Line:
+    """What neither training nor replay has seen."""
+    found = facts.set_aside
+    reasons = "; ".join(f"{reason}: {found[reason]}" for reason in largest(found, REASONS))
+    text = f"{sum(found.values())} samples were set aside by harvest, mostly {reasons}"
+    return _line("samples set aside", True, text if found else "none")
 
 
 def _sampled(facts: Facts) -> Line:
@@ -75,6 +110,9 @@ def _slices(facts: Facts) -> Line:
     text = f"by {', '.join(['domain', *apart])}"
     if alike:
         text += f"; not by {', '.join(alike)}: all requests are alike in it, or logs do not say"
+    hidden = sum(max(0, len(parts) - SHOWN) for parts in found.values())
+    if hidden:
+        text += f"; {hidden} smaller ones are in the evaluation's file only"
     return _line("slices", True, text)
 
 
@@ -147,7 +185,7 @@ def _speed(facts: Facts) -> Line:
         return _line("speed", False, "flywheel verify does it")
     at = " and ".join(facts.verified["speedup"])
     text = (
-        f"{at} requests at a time, domain {facts.verified['speed_domain']}, greedy, on the machine "
-        "that verified; no other load, machine or engine"
+        f"{at} requests at a time, domain {short_name(facts.verified['speed_domain'])}, greedy, "
+        "on the machine that verified; no other load, machine or engine"
     )
     return _line("speed", True, text)

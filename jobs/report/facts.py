@@ -41,6 +41,7 @@ class Measured:
     positions: list[float]
     positions_ci: list[Interval]
     domains: dict[str, float]
+    rounds_by_domain: dict[str, int]
 
 
 class Facts:
@@ -76,6 +77,7 @@ class Facts:
             for origin in ORIGINS
             for k in {self.k, self.largest[version]}
         }
+        self.set_aside = _set_aside(cfg, self.evaluation["target_id"])
         champion = sql.ask(cfg, "select drafter_version from champion").to_pylist()
         self.champion = champion[0]["drafter_version"] if champion else None
 
@@ -109,6 +111,7 @@ class Facts:
             positions=[r["accept_rate"] for r in pick(self.rates, **where)],
             positions_ci=[draws.position(accepted, i).interval for i in range(1, k + 1)],
             domains={n: r["tau_tokens_per_round"] for n, r in taus.items() if n != ALL},
+            rounds_by_domain={n: r["rounds"] for n, r in taus.items() if n != ALL},
         )
 
     def tau_by_k(self, version: str) -> dict[int, float]:
@@ -146,6 +149,18 @@ def newest_evaluated(cfg: Config) -> str:
 def pick(rows: Sequence[Row], **where: Any) -> list[Row]:
     """The rows with these values."""
     return [row for row in rows if all(row[name] == value for name, value in where.items())]
+
+
+def _set_aside(cfg: Config, target: str) -> dict[str, int]:
+    """{reason: samples} that harvest set aside."""
+    if not cfg.path("set_aside").is_dir():
+        return {}
+    query = """
+        select target_id, reason, count(distinct sample_id) as samples
+        from set_aside group by all order by reason
+    """
+    rows = pick(sql.ask(cfg, query).to_pylist(), target_id=target)
+    return {row["reason"]: row["samples"] for row in rows}
 
 
 def _evaluation(cfg: Config, drafter_sha256: str) -> Row:

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 from jobs import pictures
+from jobs.console import short_name
 from jobs.report.facts import Facts, Measured, Row, pick
+from jobs.slices import largest
 
 MOST = 12
 """Slices of one dimension in a picture, those with the most rounds; the table has all."""
@@ -83,8 +85,10 @@ def endings(facts: Facts, origin: str) -> list[tuple[str, float]]:
 def _domains(found: Mapping[str, Measured]) -> Picture:
     if len(found) < 2:
         return None
+    kept = largest(next(iter(found.values())).rounds_by_domain, MOST)
+    taus = {o: {n: t for n, t in m.domains.items() if n in kept} for o, m in found.items()}
     caption = "Served beside replayed tau by domain, greedy; dotted: no drafter."
-    return _picture(caption, pictures.bars_by_domain({o: m.domains for o, m in found.items()}))
+    return _picture(caption, pictures.bars_by_domain(taus))
 
 
 def _slices(facts: Facts) -> Picture:
@@ -124,8 +128,7 @@ def _gains(facts: Facts) -> Picture:
 
 
 def _largest(parts: Mapping[str, Row]) -> dict[str, Row]:
-    kept = sorted(parts, key=lambda name: -parts[name]["rounds"])[:MOST]
-    return {name: part for name, part in parts.items() if name in kept}
+    return {n: parts[n] for n in largest({n: p["rounds"] for n, p in parts.items()}, MOST)}
 
 
 def _by_k(facts: Facts, found: Mapping[str, Measured]) -> Picture:
@@ -160,6 +163,6 @@ def _speed(facts: Facts) -> Picture:
     }
     caption = (
         "Speed against no drafter. Lines: predicted, replayed tau x plain step / round. "
-        f"Filled: measured, domain {verified['speed_domain']}."
+        f"Filled: measured, domain {short_name(verified['speed_domain'])}."
     )
     return _picture(caption, pictures.speedups(predicted, measured))

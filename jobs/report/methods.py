@@ -2,7 +2,11 @@
 
 from typing import Any
 
+from jobs.console import short_name
+
 Row = dict[str, Any]
+MOST = 8
+"""Domains with a column of their own: the first ones; the result has all."""
 
 
 def columns(result: Row) -> list[str]:
@@ -13,7 +17,7 @@ def columns(result: Row) -> list[str]:
         "method",
         "settings",
         "tau",
-        *(f"tau, {name}" for name in none["tau"]["domains"]),
+        *(f"tau, {short_name(name)}" for name in list(none["tau"]["domains"])[:MOST]),
         *(f"tokens/s at {c}, of none" for c in concurrencies),
         *(f"seconds at {c}: median, p95" for c in concurrencies),
         "text: same, near tie, different",
@@ -35,7 +39,7 @@ def table_line(row: Row, width: int) -> list[Any]:
         row["method"],
         settings_text(row["settings"]),
         taus["pooled"],
-        *taus["domains"].values(),
+        *list(taus["domains"].values())[:MOST],
         *(f"{s['ratio']:.2f} ({min(s['ratios']):.2f}..{max(s['ratios']):.2f})" for s in speeds),
         *(f"{s['latency']['median']:.2f}, {s['latency']['p95']:.2f}" for s in speeds),
         f"{text['identical']}, {text['near_ties']}, {text['different']}" if text else None,

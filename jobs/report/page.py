@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from jobs.config import Config
-from jobs.console import console
+from jobs.console import console, short_name, visible
 from jobs.doctor import DISTRIBUTION, SHOWN, installed
 from jobs.report import coverage, methods, tables
 from jobs.report.contexts import worst_contexts
@@ -49,9 +50,12 @@ def publish(cfg: Config, drafter_sha256: str) -> Path | None:
 def render(cfg: Config, facts: Facts) -> str:
     """The page as text."""
     environment = Environment(
-        loader=PackageLoader("jobs.report", ""), autoescape=True, undefined=StrictUndefined
+        loader=PackageLoader("jobs.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_plain,
     )
-    environment.filters |= {"interval": interval, "signed": signed}
+    environment.filters |= {"interval": interval, "signed": signed, "short": short_name}
     evaluation = facts.evaluation
     return environment.get_template("page.html").render(
         title=evaluation["drafter"],
@@ -60,6 +64,7 @@ def render(cfg: Config, facts: Facts) -> str:
         subject=facts.version,
         evaluation=evaluation,
         verdict=tables.verdict(facts),
+        leakage=tables.leakage(facts),
         power=tables.power(facts),
         slices=tables.slice_table(facts),
         by_k=tables.k_table(facts),
@@ -75,6 +80,13 @@ def render(cfg: Config, facts: Facts) -> str:
         coverage=coverage.lines(facts),
         versions=_versions(),
     )
+
+
+def _plain(value: Any) -> Any:
+    """What stands in the page for a value: texts without characters that turn or hide others."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return visible(value, lines=True)
+    return value
 
 
 def interval(ci: list[float] | None, digits: int = 3) -> str:

@@ -2,7 +2,9 @@
 
 from itertools import groupby
 
+from jobs.console import short_name
 from jobs.report.facts import ORIGINS, Facts, Measured, Row
+from jobs.slices import SHOWN, largest
 
 
 def lead(facts: Facts) -> str:
@@ -62,6 +64,17 @@ def verdict(facts: Facts) -> str:
     )
 
 
+def leakage(facts: Facts) -> str:
+    """A warning where training has seen held-out text; empty where it has not, or nobody looked."""
+    found = facts.evaluation.get("leaking")
+    if not found or not found["leaking"]:
+        return ""
+    return (
+        f"{found['leaking']} of {found['samples']} held-out samples share their text with training "
+        "samples: for new traffic the numbers below are too good."
+    )
+
+
 def power(facts: Facts) -> str:
     """What so many conversations can tell apart, and how many a decision needs."""
     baseline = facts.baseline
@@ -81,12 +94,13 @@ def power(facts: Facts) -> str:
 
 
 def slice_table(facts: Facts) -> list[Row]:
-    """Every slice and regression set with its interval and, with a baseline, the gain."""
+    """The largest slices and each regression set, with intervals and the gain over a baseline."""
     evaluation, baseline = facts.evaluation, facts.baseline
     rows = [_slice_row("all", "held-out requests", _pooled(evaluation), baseline)]
     for dimension, parts in evaluation["tau"]["slices"].items():
         gains = baseline["delta_slices"].get(dimension, {}) if baseline else {}
-        rows += [_slice_row(dimension, name, p, gains.get(name)) for name, p in parts.items()]
+        kept = largest({name: part["rounds"] for name, part in parts.items()})
+        rows += [_slice_row(dimension, name, parts[name], gains.get(name)) for name in kept]
     for name, found in evaluation["regression"].items():
         rows.append(_slice_row("regression set", name, _pooled(found), found["baseline"]))
     return rows
@@ -106,7 +120,7 @@ def _slice_row(dimension: str, name: str, part: Row, gain: Row | None) -> Row:
     ci = None if gain is None else gain.get("delta_ci", gain.get("ci"))
     return part | {
         "dimension": dimension,
-        "name": name,
+        "name": short_name(name),
         "delta": gain and gain["delta"],
         "delta_ci": ci,
     }
@@ -143,10 +157,12 @@ def k_advice(facts: Facts) -> list[str]:
     if not verified["costs"]:
         chosen = ", ".join(map(str, verified["k_by_batch_size"]))
         return [f"K was set by hand (serve.k): {chosen}. No cost was measured, nothing chosen."]
-    lines = [f"Serve with {_by_batch(verified['k_by_batch_size'])}."]
-    for name, ks in verified.get("k_by_slice", {}).items():
-        if ks != verified["k_by_batch_size"]:
-            lines.append(f"Traffic of {name} alone: {_by_batch(ks)}.")
+    common, by_slice = verified["k_by_batch_size"], verified.get("k_by_slice", {})
+    others = [(name, ks) for name, ks in by_slice.items() if ks != common]
+    lines = [f"Serve with {_by_batch(common)}."]
+    lines += [f"Traffic of {short_name(n)} alone: {_by_batch(ks)}." for n, ks in others[:SHOWN]]
+    if len(others) > SHOWN:
+        lines.append(f"{len(others) - SHOWN} further parts of the traffic have a K of their own.")
     return lines
 
 

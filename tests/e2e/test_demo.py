@@ -1,5 +1,5 @@
 """The whole loop on the real target and a real vLLM, in both dtypes: what a CPU or GPU that
-multiplies bfloat16 computes in, and what others do. The float32 one is killed on the way, continued,
+multiplies bfloat16 computes in, and what others do. The float32 one is killed on the way, goes on,
 then reused; the bfloat16 one is smaller, since a CPU without the instructions emulates it.
 """
 

@@ -151,3 +151,48 @@ def test_config_prints_the_schema(capsys):
     assert "  # optimizer steps; 0 exports the base as it is (integer >= 0)\n  steps: 7\n" in (
         capsys.readouterr().out
     )
+
+
+def test_a_section_written_twice_is_refused_by_every_command(tmp_path, capsys):
+    """The first `train:` was dropped without a word, and the run had other settings."""
+    file = tmp_path / "my.yaml"
+    file.write_text("train:\n  steps: 4000\ningest: {test_percent: 20}\ntrain:\n  mix: 0.5\n")
+    assert cli.main(["config", "--config", str(file)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "'train' stands twice, in lines 1 and 4" in output.err
+
+
+def test_errors_show_what_is_in_names_and_logs_and_do_not_act_on_the_terminal(stage, capsys):
+    stage(fail(ValueError("[/b] \x1b[31m \u202e \ud800 no such file\nnext line")))
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == (
+        "error: [/b] \\x1b[31m \\u202e \\ud800 no such file\nnext line\n"
+    )
+
+
+@pytest.mark.parametrize("setting", ["config work=a", "config train.stepz=1 work=\udcff"])
+def test_undecodable_arguments_are_no_traceback(setting):
+    code = f"from jobs.cli import main; raise SystemExit(main({setting.split()!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=False, env={"LC_ALL": "C"}
+    )
+    assert b"Traceback" not in done.stderr
+    assert done.returncode == (2 if "stepz" in setting else 0)
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_command_quietly():
+    code = "import sys; from jobs.cli import main; sys.exit(main(['config']))"
+    command = f'{sys.executable} -c "{code}" | true; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout == "0\n"
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-"])
+def test_a_closed_stream_is_no_traceback(closed):
+    code = "import sys; from jobs.cli import main; sys.exit(main(['sql', 'work=/nowhere']))"
+    command = f'{sys.executable} -c "{code}" {closed}'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0

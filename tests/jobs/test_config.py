@@ -118,3 +118,60 @@ def test_training_nothing_needs_a_base_and_seeds_fit():
         load(None, ["train.steps=0"])
     with pytest.raises(ValueError, match="fit in 64 bits"):
         load(None, [f"train.seed={1 << 70}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "train:\n  steps: 4\nserve: {port: 1}\ntrain:\n  mix: 0.5\n",
+            "my.yaml: 'train' stands twice, in lines 1 and 4",
+        ),
+        (
+            "serve:\n  args: [a]\n  port: 1\n  args: [b]\n",
+            "my.yaml: 'args' stands twice, in lines 2 and 4",
+        ),
+        ("serve:\n  args: [{a: 1,\n   a: 2}]\n", "'a' stands twice, in lines 2 and 3"),
+        ("x: &x {steps: 1}\ntrain:\n  <<: *x\n  <<: *x\n", "'<<' stands twice, in lines 3 and 4"),
+        (
+            "train:\n\tsteps: 4\n",
+            "line 2: found character '\\t' that cannot start any token; ",
+        ),
+        ("train:\nsteps: 4\n", "unknown setting 'steps': did you mean train.steps?"),
+        ("train: {steps: 4}\n---\ntrain: {lr: 1}\n", "line 2: but found another document"),
+        ("mlflow: {experiment: no}", "mlflow.experiment = False: expected text; a text such as no"),
+        ("mlflow: {experiment: 2024-01-31}", "expected text; a text such as no, on, 2024"),
+        ("mlflow: {experiment: }", 'expected text; nothing is written "" or []'),
+        ("ingest: {logs: [2024, a]}", "ingest.logs = [2024, 'a']: expected list of texts; a text"),
+        ("serve: {port: 010}", "my.yaml: line 1: YAML reads 010 as another number"),
+        ("train: {steps: 1:30}", "my.yaml: line 1: YAML reads 1:30 as another number"),
+        ("work: a\0b", "unacceptable character"),
+        ("[" * 3000, "my.yaml is not valid YAML"),
+        ("on: 5", "unknown setting 'True'"),
+        ('work: "\\ud800"', "not UTF-8"),
+    ],
+)
+def test_what_yaml_would_read_otherwise_than_it_is_written_is_refused(tmp_path, text, message):
+    file = tmp_path / "my.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(file)
+
+
+def test_anchors_and_merges_are_read_and_may_be_overridden(tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text(
+        "train: &same {seed: 7, steps: 5}\ndemo:\n  <<: {seed: 1, tickets: 3}\n  seed: 2\n"
+    )
+    cfg = load(file)
+    assert (cfg.train.seed, cfg.demo.seed, cfg.demo.tickets) == (7, 2, 3)
+
+
+def test_an_override_says_which_setting_it_cannot_read():
+    with pytest.raises(ValueError, match=r"'serve.port=010': line 1: YAML reads 010"):
+        load(None, ["serve.port=010"])
+
+
+def test_a_name_that_is_no_text_is_refused_before_files_are_written():
+    with pytest.raises(ValueError, match=r"work = '/tmp/\\udcff': not UTF-8"):
+        load(None, ["work=/tmp/\udcff"])

@@ -125,6 +125,7 @@ def evaluation(ours, theirs):
             "domain": ("tickets", "general <script>")[i % 4 == 0],
             "language": None,
             "thinking": None,
+            "shaped": "",
             "temperature": 0.0,
             "prompt_ids": [1] * (20 if i % 3 else 200),
         }
@@ -246,7 +247,7 @@ def test_k_serving_and_gaps_are_told(cfg, measured):
     assert told["preflight on the serving engine"][0] == "no"
     assert told["sampled requests"][0] == "no"
     assert "24 requests of 12 conversations" in told["acceptance counted by vLLM"][1]
-    assert "not by language, thinking, temperature" in told["slices"][1]
+    assert "not by language, thinking, temperature, shaped" in told["slices"][1]
 
 
 def test_without_verification_no_k_is_recommended(cfg, measured):
@@ -278,6 +279,20 @@ def test_page_is_self_contained_and_escapes_names_from_logs(cfg, measured):
     assert not [tag for tag, _ in page.tags if tag in ("script", "link", "img", "iframe")]
     outside = [v for _, attrs in page.tags for name, v in attrs.items() if name in ("src", "href")]
     assert outside == []
+
+
+def test_text_known_from_training_is_a_warning_on_the_page(cfg, measured):
+    assert "share their text" not in read(cfg).text
+    told = {text.partition(":")[0]: done for done, text in cells(read(cfg), "coverage")}
+    assert told["held-out text apart from training text"] == "no", "an older evaluation: unknown"
+    evaluated = json.loads(cfg.path("evaluations", "one.json").read_text())
+    for leaking, done in ((0, "yes"), (26, "failed")):
+        save(cfg, "evaluations", evaluated | {"leaking": {"samples": 26, "leaking": leaking}})
+        page = read(cfg)
+        assert ("26 of 26 held-out samples share their text" in page.text) is bool(leaking)
+        assert "never trained on" not in page.text
+        told = {text.partition(":")[0]: done for done, text in cells(page, "coverage")}
+        assert told["held-out text apart from training text"] == done
 
 
 def test_same_rows_give_the_same_pictures(cfg, measured):

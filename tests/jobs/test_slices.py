@@ -6,13 +6,21 @@ from dflash.acceptance import num_rounds
 from jobs.slices import slices, taus_by_slice
 
 
-def row(domain="a", prompt=10, temperature: float | None = 0.0, thinking=None, language=None):
+def row(
+    domain="a",
+    prompt=10,
+    temperature: float | None = 0.0,
+    thinking=None,
+    language=None,
+    shaped: str | None = "",
+):
     return {
         "domain": domain,
         "prompt_ids": [0] * prompt,
         "temperature": temperature,
         "thinking": thinking,
         "language": language,
+        "shaped": shaped,
     }
 
 
@@ -43,6 +51,14 @@ def test_rounds_fall_into_slices_by_where_their_anchor_stands():
 @pytest.mark.parametrize("walks", [[[1], [2]], [[1], []]])
 def test_a_dimension_that_separates_nothing_is_left_out(walks):
     assert list(slices([row(), row()], walks)) == ["domain"]
+
+
+def test_shaped_answers_are_a_slice_of_their_own_and_leave_temperatures_alone():
+    rows = [row(), row(shaped="logit_bias,min_p"), row(shaped="response_format"), row(shaped=None)]
+    found = slices(rows, [[1], [0], [0], [3]])
+    assert list(found["shaped"]) == ["logit_bias,min_p", "plain", "response_format", "unknown"]
+    assert found["shaped"]["plain"] == [[1], [], [], []]
+    assert "temperature" not in found, "all are at 0"
 
 
 def test_tau_of_every_slice_at_every_k():
