@@ -1,8 +1,8 @@
 """flywheel sql tau_by_domain_and_version     (or a path to your own file; no name: list them)
 
 One question over the work folder, answered by DuckDB. Views `acceptance`, `traffic`, `rejects`,
-`promotions`, `champion` and the macros of sql/00_sources.sql are there already. Reads what
-manifests publish, writes nothing.
+`set_aside`, `promotions`, `champion` and the macros of sql/00_sources.sql are there already. Reads
+what manifests publish, writes nothing.
 """
 
 import glob
@@ -20,7 +20,7 @@ from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console, print_table
 from store import promotions
-from store.schemas import ACCEPTANCE, REJECTS, TRAFFIC
+from store.schemas import ACCEPTANCE, REJECTS, SET_ASIDE, TRAFFIC
 from store.shards import shard_paths
 
 FOLDER = Path(next(iter(sql.__path__)))
@@ -29,6 +29,7 @@ DATASETS = {
     "acceptance_rows": ("acceptance", ACCEPTANCE),
     "traffic_rows": ("traffic", TRAFFIC),
     "reject_rows": ("rejects", REJECTS),
+    "set_aside_rows": ("set_aside", SET_ASIDE),
 }
 MAX_SUMMARY_ROWS = 200
 
