@@ -21,16 +21,17 @@ TYPICAL_LOGIT = 32.0
 """Largest absolute logit where only log-probabilities are known (an engine's answer)."""
 
 MOST_OF_ONE = 8.0
-ALLOWED, ALLOWED_PER_TOKEN = 6.0, 0.25
-"""A greedy answer is another's if the sum of its gaps in units of the tie bound, each counted up to
-MOST_OF_ONE, exceeds ALLOWED + ALLOWED_PER_TOKEN x positions."""
+ALLOWED, ALLOWED_PER_TOKEN = 5.0, 0.15
+"""A greedy answer is another's if the sum of its gaps in units of the tie bound (those above 1,
+each counted up to MOST_OF_ONE) exceeds ALLOWED + ALLOWED_PER_TOKEN x positions."""
 
-FLATTER = 0.75
+FLATTER = (0.0, 0.25, 0.5, 0.75)
 LOWEST_TEMPERATURE = 0.5
-MOST_SURPRISE = math.log(1e6)
-"""A sampled answer is another's if the odds of p ** FLATTER against p, the target's distribution at
-its temperature, exceed a million to one. Under the target they do so once in a million answers,
-whatever their length (Ville's inequality); top_k, top_p and min_p only lower them."""
+MOST_SURPRISE = math.log(1e5)
+"""A sampled answer is another's if the odds against the target exceed 100,000 to one: those of
+the mean of p ** FLATTER (normalised, at each position) against p, the target's distribution at the
+temperature, at least LOWEST_TEMPERATURE (below it rounding decides). Under the target they do so in
+one of 100,000 answers, whatever their length (Ville); top_k, top_p and min_p only lower them."""
 
 
 def tie_bound(dtype: torch.dtype, largest_logit: float = TYPICAL_LOGIT) -> float:
@@ -62,26 +63,27 @@ def evidence(last_TH: Tensor, head: Tensor, ids: Tensor, temperature: float) -> 
     """Judge recorded ids [T]; last [T, H] are the hidden states (after the final norm) before each.
 
     head [V, H]. temperature 0: every token must be the argmax, near ties aside. Above: the tokens
-    must not be too improbable. Of each position, the logits of one chunk at a time are in memory.
+    must not be too improbable. The logits of one chunk of positions at a time are in memory.
     """
-    wide, found = TIES[torch.bfloat16], []  # the writer's dtype is unknown, and never finer
+    scores, gaps, units = [], [], []
     for logits, recorded in _chunks(last_TH, head, ids):
-        chosen = logits.gather(1, recorded[:, None])[:, 0]
-        gaps = logits.amax(-1) - chosen
-        units = gaps / (wide * logits.abs().amax(-1))
-        if temperature == 0.0:
-            scores = units.where(units > 1, torch.zeros_like(units)).clamp(max=MOST_OF_ONE)
-        else:
-            scores = _surprise(logits / max(temperature, LOWEST_TEMPERATURE), recorded)
-        found.append(torch.stack([gaps, (units > 1).float(), scores]))
-    gaps, wrong, scores = torch.cat(found, dim=1)
-    limit = MOST_SURPRISE if temperature else ALLOWED + ALLOWED_PER_TOKEN * len(gaps)
+        gap = logits.amax(-1) - logits.gather(1, recorded[:, None])[:, 0]
+        gaps.append(gap)
+        # Of the dtypes that serve, the coarsest: which one wrote the answer is not recorded.
+        units.append(gap / (TIES[torch.bfloat16] * logits.abs().amax(-1)))
+        if temperature:
+            scores.append(_odds(logits / max(temperature, LOWEST_TEMPERATURE), recorded))
+    gap, unit = torch.cat(gaps), torch.cat(units)
+    if temperature:
+        score = torch.cat(scores).sum(0).logsumexp(0) - math.log(len(FLATTER))
+    else:
+        score = unit.where(~(unit <= 1), torch.zeros_like(unit)).clamp(max=MOST_OF_ONE).sum()
     return Evidence(
-        positions=len(gaps),
-        wrong=int(wrong.sum()),
-        largest_gap=float(gaps.max()),
-        score=float(scores.sum()),
-        limit=limit,
+        positions=len(gap),
+        wrong=int((unit > 1).sum()),
+        largest_gap=float(gap.max()),
+        score=float(score),
+        limit=MOST_SURPRISE if temperature else ALLOWED + ALLOWED_PER_TOKEN * len(gap),
     )
 
 
@@ -93,8 +95,9 @@ def _chunks(last_TH: Tensor, head: Tensor, ids: Tensor) -> Iterator[tuple[Tensor
         yield logits.float(), recorded.to(head.device)
 
 
-def _surprise(logits: Tensor, recorded: Tensor) -> Tensor:
-    """Log odds [C] of the flattened distribution against the target's own, at the recorded ids."""
-    logp = logits.log_softmax(-1)
-    chosen = logp.gather(1, recorded[:, None])[:, 0]
-    return (FLATTER - 1) * chosen - (FLATTER * logp).logsumexp(-1)
+def _odds(logits_CV: Tensor, recorded_C: Tensor) -> Tensor:
+    """Log odds [C, len(FLATTER)] of the flatter distributions against p at the recorded ids."""
+    logp = logits_CV.log_softmax(-1)
+    chosen = logp.gather(1, recorded_C[:, None])[:, 0]
+    found = [(power - 1) * chosen - (power * logp).logsumexp(-1) for power in FLATTER]
+    return torch.stack(found, dim=-1)
