@@ -114,6 +114,9 @@ class Harvest:
         "train.loss=argmax (1 is enough) and kl; 0: none",
         minimum=0,
     )
+    max_reject_rate: float = setting(
+        0.05, "stop when a larger share of samples is set aside, beyond chance", minimum=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

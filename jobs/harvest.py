@@ -2,47 +2,46 @@
 
 <work>/traffic -> <work>/features/<cache key>: one teacher-forced pass of the target over prompt +
 output of every sample that has no features yet. Each Ray actor holds one target and commits its own
-shards; only shard facts travel through Ray.
+shards: token ids go to the actors, facts come back, features never travel through Ray. A sample
+that fails a check is kept with its reason in <work>/set_aside and not tried again.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dflash.target import Features, load_target, resolve_dtype, target_id, top_logprobs
+from dflash.target import Features, Target, load_borrowed, load_target, target_id, top_logprobs
 from jobs.cli import run_as_module
 from jobs.cluster import cluster
 from jobs.config import Config
-from jobs.console import print_table
+from jobs.console import console, print_table
+from jobs.screening import REASONS, Fault, exceeds, screen, too_many
 from jobs.serve import served_dtype
-from jobs.shape import none_of_target, target_taps
-from store.features import cache_key, encode
+from jobs.shape import compute_device, compute_dtype, none_of_target, target_config, target_taps
+from store.features import cache_key, features_row, open_shard, top_row
 from store.ids import short_hash
+from store.mending import mend, publish, remember
 from store.schemas import features_columns, features_schema
-from store.shards import (
-    ShardInfo,
-    is_complete,
-    read_dataset,
-    shard_info,
-    sweep,
-    write_manifest,
-    write_shard,
-)
+from store.set_aside import read_set_aside, write_set_aside
+from store.shards import read_dataset, shard_info, sweep, write_shard
 from store.traffic import read_traffic
 
 FEATURE_DTYPE = "bfloat16"
-CHECKED_POSITIONS = 16
 PREFIX = 32
-MIN_ARGMAX_MATCH = 0.9
-"""Near ties make the recorded greedy token differ from our argmax now and then (98.75 % agreed in
-bfloat16 on another engine); below this the features are not those of the model that answered."""
+COLUMNS = ["sample_id", "domain", "prompt_ids", "output_ids", "temperature", "shaped"]
+SHOWN_DAMAGED = 10
 
 Row = dict[str, Any]
 
@@ -55,37 +54,52 @@ class Backend(Protocol):
         ...
 
 
+@dataclass
+class Harvested:
+    """Facts of finished work: shards, samples in them, and SET_ASIDE rows."""
+
+    paths: list[Path] = field(default_factory=list)
+    samples: int = 0
+    aside: list[Row] = field(default_factory=list)
+
+
 def run(cfg: Config) -> dict[str, Any]:
     """Harvest every sample of traffic/ that has no features; returns the summary.
 
-    Raises ValueError without traffic, and when features fail their checks (lengths, finite, not
-    all zero, argmax agreement on greedy samples).
+    Samples that fail a check are set aside. Raises ValueError without traffic, and, after all else
+    is published, if the share of them is established above harvest.max_reject_rate.
     """
     identity = target_id(cfg.target_path)
     folder = features_folder(cfg, identity)
     sweep(folder)
-    traffic = read_traffic(cfg.path("traffic"), identity)
+    traffic = read_traffic(cfg.path("traffic"), identity).select(COLUMNS)
     if traffic.num_rows == 0:
         raise none_of_target(cfg, "sample", "run `flywheel ingest` first")
-    columns = features_columns(cfg.harvest.top_k)
-    done = set(read_dataset(folder, columns, columns=["sample_id"])["sample_id"].to_pylist())
-    rows = traffic.select(["sample_id", "prompt_ids", "output_ids", "temperature"]).to_pylist()
-    rows = [row for row in rows if row["sample_id"] not in done]
-    shards = _harvest(cfg, rows, folder) if rows else []
+    done = published(cfg, identity, folder)
+    known = read_set_aside(cfg.path("set_aside"), folder.name)
+    mine = traffic["sample_id"].to_pylist()
+    skip = pc.is_in(traffic["sample_id"], value_set=pa.array([*done, *known], pa.string()))
+    found = _harvest(cfg, traffic.filter(pc.invert(skip)), folder)
+    shards = [shard_info(path) for path in sorted(found.paths)]
     if shards:
-        key = short_hash(sorted(row["sample_id"] for row in rows))
-        write_manifest(folder, key, shards, {"samples": len(rows), "target_id": identity})
+        publish(folder, shards, {"samples": found.samples, "target_id": identity})
+        remember(folder)
+    write_set_aside(cfg.path("set_aside"), found.aside)
+    known |= {row["sample_id"]: row for row in found.aside}
+    aside = [known[name] for name in mine if name in known]
     summary = {
         "stage": "harvest",
         "backend": cfg.harvest.backend,
         "folder": str(folder),
-        "samples": len(rows),
-        "reused": len(done),
+        "samples": found.samples,
+        "reused": len(done.intersection(mine)),
         "tokens": sum(s.tokens for s in shards),
         "bytes": sum(s.bytes for s in shards),
+        "set_aside": dict(Counter(row["reason"] for row in aside)),
     }
-    names = ["samples", "reused", "tokens", "bytes"]
-    print_table("Features", names, [[summary[name] for name in names]])
+    show(summary, aside)
+    if exceeds(len(aside), len(mine), cfg.harvest.max_reject_rate):
+        raise ValueError(too_many(aside, len(mine), cfg.harvest.max_reject_rate))
     return summary
 
 
@@ -97,31 +111,102 @@ def features_folder(cfg: Config, identity: str, taps: Sequence[int] = ()) -> Pat
     return cfg.path("features", key)
 
 
-def _harvest(cfg: Config, rows: list[Row], folder: Path) -> list[ShardInfo]:
-    size = cfg.harvest.samples_per_shard
-    chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
-    paths = [folder / f"{short_hash([r['sample_id'] for r in chunk])}.parquet" for chunk in chunks]
-    missing = [(p, c) for p, c in zip(paths, chunks, strict=True) if not is_complete(p)]
-    with cluster(cfg), tqdm(total=len(rows), desc="harvest", unit="sample") as bar:
-        bar.update(len(rows) - sum(len(chunk) for _, chunk in missing))
-        if missing:
-            _run_actors(cfg, missing, bar)
-    return [shard_info(path) for path in paths]
+def published(cfg: Config, identity: str, folder: Path) -> set[str]:
+    """Ids of the samples with features, after damaged ones were taken out, which it says, and
+    shards of an interrupted harvest were adopted.
+    """
+    shape = (identity, list(target_taps(cfg)), target_config(cfg)["hidden_size"])
+    mended = mend(folder, lambda path: open_shard(path, *shape, cfg.harvest.top_k))
+    for name, fault in sorted(mended.damaged.items())[:SHOWN_DAMAGED]:
+        console.print(f"features of sample {name}: {fault}; harvested again", markup=False)
+    if mended.damaged or mended.lost:
+        console.print(
+            f"damaged features: {len(mended.damaged)} samples and {len(mended.lost)} whole files "
+            f"of {folder}; harvested again",
+            markup=False,
+        )
+    columns = features_columns(cfg.harvest.top_k)
+    return set(read_dataset(folder, columns, columns=["sample_id"])["sample_id"].to_pylist())
 
 
-def _run_actors(cfg: Config, missing: list[tuple[Path, list[Row]]], bar: tqdm) -> None:
-    threads = max(1, torch.get_num_threads() // cfg.harvest.workers)
-    actors = [
-        Harvester.options(num_cpus=threads).remote(cfg, threads)
-        for _ in range(min(cfg.harvest.workers, len(missing)))
-    ]
-    pool: Any = ray.util.ActorPool(actors)
-    for count in pool.map_unordered(_shard, missing):
-        bar.update(count)
+def show(summary: Mapping[str, Any], aside: Sequence[Row]) -> None:
+    """The table of what was made, and of what was set aside with an example of each reason."""
+    names = ["samples", "reused", "tokens", "bytes"]
+    columns = [*names, "set aside"]
+    print_table("Features", columns, [[*(summary[name] for name in names), len(aside)]])
+    if aside:
+        examples = {row["reason"]: row for row in reversed(aside)}
+        rows = [
+            [reason, count, REASONS[reason][0], examples[reason]["sample_id"]]
+            for reason, count in sorted(summary["set_aside"].items())
+        ]
+        print_table("Set aside", ["reason", "samples", "what was found", "for instance"], rows)
 
 
-def _shard(actor: Any, item: tuple[Path, list[Row]]) -> Any:
-    return actor.shard.remote(*item)
+def _harvest(cfg: Config, rows: pa.Table, folder: Path) -> Harvested:
+    size, found = cfg.harvest.samples_per_shard, Harvested()
+    if rows.num_rows == 0:
+        return found
+    chunks = [rows.slice(i, size) for i in range(0, rows.num_rows, size)]
+    with cluster(cfg), tqdm(total=rows.num_rows, desc="harvest", unit="sample") as bar:
+        share = actor_share(cfg, ray.nodes())
+        note_waiting(share, min(cfg.harvest.workers, len(chunks)))
+        actors = [
+            Harvester.options(**share).remote(cfg, max(1, int(share["num_cpus"])))
+            for _ in range(min(cfg.harvest.workers, len(chunks)))
+        ]
+        pool: Any = ray.util.ActorPool(actors)
+        for done in pool.map_unordered(partial(_shard, folder), chunks):
+            found.paths += done.paths
+            found.samples += done.samples
+            found.aside += done.aside
+            bar.update(done.samples + len(done.aside))
+    return found
+
+
+def _shard(folder: Path, actor: Any, chunk: pa.Table) -> Any:
+    """Called when an actor is free: only then the chunk becomes Python lists."""
+    rows = chunk.to_pylist()
+    path = folder / f"{short_hash([row['sample_id'] for row in rows])}.parquet"
+    return actor.shard.remote(path, rows)
+
+
+def actor_share(cfg: Config, nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """CPUs and GPUs that each actor gets, such that all fit on the nodes of the cluster.
+
+    Raises ValueError for more harvest.workers than CPUs, or than GPUs where they are used.
+    """
+    workers = cfg.harvest.workers
+    resources = [node["Resources"] for node in nodes if node["Alive"]]
+    cpus = [int(found.get("CPU", 0)) for found in resources]
+    gpus = sum(int(found.get("GPU", 0)) for found in resources)
+    if sum(cpus) < workers:
+        raise ValueError(
+            f"harvest.workers={workers}, but Ray has {sum(cpus)} CPUs: lower it, or raise "
+            "ray.num_cpus (or the container's limit)"
+        )
+    use_gpus = cfg.target.device != "cpu" and (gpus > 0 or cfg.target.device == "cuda")
+    if use_gpus and gpus < workers:
+        raise ValueError(
+            f"harvest.workers={workers}, but Ray has {gpus} GPUs, one for each: lower it, or set "
+            "target.device=cpu"
+        )
+    fitting = [n for n in range(1, max(cpus) + 1) if sum(c // n for c in cpus) >= workers]
+    threads = fitting[-1]
+    if not cfg.ray.address:  # this machine: what torch was told (OMP_NUM_THREADS) holds
+        threads = min(threads, torch.get_num_threads())
+    return {"num_cpus": threads, "num_gpus": int(use_gpus)}
+
+
+def note_waiting(share: Mapping[str, float], num_actors: int) -> None:
+    """Say so where others hold what the actors need: a bar at 0 explains nothing."""
+    free = ray.available_resources()
+    for name, each in (("CPU", share["num_cpus"]), ("GPU", share["num_gpus"])):
+        if free.get(name, 0.0) < each * num_actors:
+            console.print(
+                f"harvest needs {each * num_actors:g} {name}s and Ray has {free.get(name, 0.0):g} "
+                "free: it waits for other jobs of the cluster to end"
+            )
 
 
 @ray.remote
@@ -130,102 +215,67 @@ class Harvester:
 
     def __init__(self, cfg: Config, threads: int):
         torch.set_num_threads(threads)
-        self.cfg = cfg
-        self.taps = target_taps(cfg)
-        self.schema: pa.Schema | None = None
+        self.cfg, self.taps = cfg, target_taps(cfg)
         self.identity = target_id(cfg.target_path)
-        self.head = None
-        self.backend = make_backend(cfg)
+        self.backend, self.head = make_backend(cfg)
 
-    def shard(self, path: Path, rows: list[Row]) -> int:
-        """Harvest `rows` into the shard `path`; returns how many."""
-        found = {}
+    def shard(self, path: Path, rows: list[Row]) -> Harvested:
+        """Harvest `rows` into the shard `path`; without one if all of them are set aside."""
+        top_k, made = self.cfg.harvest.top_k, {}
+        done = Harvested()
         for batch in _batches(rows, self.cfg.harvest.batch_tokens):
             ids = [[*row["prompt_ids"], *row["output_ids"]] for row in batch]
             for row, features in zip(batch, self.backend.features(ids, self.taps), strict=True):
-                found[row["sample_id"]] = feature_row(
-                    row, features, self._head(), self.cfg.harvest.top_k
-                )
-        width = len(found[rows[0]["sample_id"]]["hi"]) // found[rows[0]["sample_id"]]["n_tokens"]
-        schema = features_schema(
-            self.identity,
-            list(self.taps),
-            width // len(self.taps),
-            top_k=self.cfg.harvest.top_k,
-        )
-        table = pa.Table.from_pylist([found[row["sample_id"]] for row in rows], schema=schema)
-        write_shard(path, table)
-        return len(rows)
-
-    def _head(self) -> Tensor:
-        if self.head is None:
-            from dflash.target import load_borrowed
-
-            self.head = load_borrowed(self.cfg.target_path, backend_dtype(self.cfg))[1]
-        return self.head
+                fault = screen(row, features, self.head)
+                if fault:
+                    done.aside.append(aside_row(row, self.identity, path.parent.name, fault))
+                else:
+                    made[row["sample_id"]] = feature_row(row, features, self.head, top_k)
+        if made:
+            hidden = target_config(self.cfg)["hidden_size"]
+            schema = features_schema(self.identity, list(self.taps), hidden, top_k=top_k)
+            kept = [made[row["sample_id"]] for row in rows if row["sample_id"] in made]
+            write_shard(path, pa.Table.from_pylist(kept, schema=schema))
+            done.paths, done.samples = [path], len(kept)
+        return done
 
 
-def make_backend(cfg: Config) -> Backend:
-    """The engine that `harvest.backend` names, loaded."""
-    dtype = backend_dtype(cfg)
+def make_backend(cfg: Config) -> tuple[Backend, Tensor]:
+    """The engine that `harvest.backend` names, loaded, and the target's head [V, H]."""
     if cfg.harvest.backend == "vllm":
         from serving.extract import Extractor
 
-        return Extractor(cfg.target_path, target_taps(cfg), dtype)
-    return load_target(cfg.target_path, dtype)
-
-
-def backend_dtype(cfg: Config) -> torch.dtype:
-    """What the backend computes in: Transformers on the CPU, vLLM where it serves."""
-    if cfg.harvest.backend == "vllm":
-        return served_dtype(cfg)
-    return resolve_dtype(cfg.target.dtype)
+        dtype = served_dtype(cfg)
+        head = load_borrowed(cfg.target_path, dtype)[1].to(compute_device(cfg))
+        return Extractor(cfg.target_path, target_taps(cfg), dtype), head
+    target: Target = load_target(cfg.target_path, compute_dtype(cfg), compute_device(cfg))
+    return target, target.head
 
 
 def feature_row(row: Row, features: Features, head: Tensor, top_k: int = 0) -> Row:
-    """One FEATURES row, with TOP for top_k > 0. Raises ValueError naming the sample if a check
-    fails.
-    """
-    num_tokens = len(row["prompt_ids"]) + len(row["output_ids"])
-    name = row["sample_id"]
-    if len(features.taps) != num_tokens:
-        raise ValueError(
-            f"sample {name}: {len(features.taps)} features for {num_tokens} tokens; "
-            "is prefix caching on?"
-        )
-    wide = features.taps.float()
-    if not bool(wide.isfinite().all()):
-        raise ValueError(f"sample {name}: features are not finite")
-    if bool((wide.square().mean(1) < 1e-12).any()) or float(wide.std(0).max()) == 0.0:
-        raise ValueError(f"sample {name}: features are zero or the same at all positions")
-    match = argmax_match(row, features.last, head)
-    if row["temperature"] == 0.0 and match < MIN_ARGMAX_MATCH:
-        raise ValueError(
-            f"sample {name}: the target's argmax is the recorded greedy token at only {match:.0%} "
-            "of the checked positions: this target did not write this answer"
-        )
-    hi, lo = encode(features.taps.to(torch.bfloat16))
-    found = {"sample_id": name, "n_tokens": num_tokens, "hi": hi, "lo": lo, "argmax_match": match}
-    return found | (top_columns(row, features.last, head, top_k) if top_k else {})
+    """The FEATURES row of a sample, with TOP for top_k > 0."""
+    ids = [*row["prompt_ids"], *row["output_ids"]]
+    found = features_row(row["sample_id"], ids, features.taps.to(torch.bfloat16))
+    if top_k:
+        first = len(row["prompt_ids"])
+        last = features.last[first - 1 : len(ids) - 1].to(head.device, head.dtype)
+        top_ids, logprobs = top_logprobs(last, head, top_k)
+        found |= top_row(found, top_ids.numpy(), logprobs.numpy())
+    return found
 
 
-def top_columns(row: Row, last: Tensor, head: Tensor, top_k: int) -> Row:
-    """The target's top_k tokens at every output position; the one at p was known at p - 1."""
-    first = len(row["prompt_ids"])
-    ids, logprobs = top_logprobs(last[first - 1 : first + len(row["output_ids"]) - 1], head, top_k)
+def aside_row(row: Row, identity: str, key: str, fault: Fault) -> Row:
+    """The SET_ASIDE row of a sample that failed a check under this features key."""
     return {
-        "top_ids": ids.flatten().numpy().astype(np.int32),
-        "top_logprobs": logprobs.flatten().numpy().astype(np.float16),
+        "sample_id": row["sample_id"],
+        "target_id": identity,
+        "features_key": key,
+        "domain": row["domain"],
+        "reason": fault.reason,
+        "detail": json.dumps(fault.numbers),
+        "tokens": len(row["prompt_ids"]) + len(row["output_ids"]),
+        "found_at": datetime.now(UTC),
     }
-
-
-def argmax_match(row: Row, last: Tensor, head: Tensor) -> float:
-    """Share of up to 16 evenly spaced output positions whose argmax is the recorded token."""
-    num_output = len(row["output_ids"])
-    picks = torch.linspace(0, num_output - 1, min(CHECKED_POSITIONS, num_output)).long()
-    hidden = last[len(row["prompt_ids"]) - 1 + picks].contiguous()
-    recorded = torch.tensor(row["output_ids"])[picks]
-    return float(((hidden @ head.T).argmax(-1) == recorded).float().mean())
 
 
 def _batches(rows: list[Row], batch_tokens: int) -> Iterator[list[Row]]:

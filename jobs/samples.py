@@ -1,7 +1,6 @@
 """Traffic joined with its features: what training and replay read."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -11,8 +10,9 @@ from dflash.target import target_id
 from jobs.config import Config
 from jobs.harvest import features_folder
 from jobs.shape import target_config, target_taps
-from store.features import check_all_harvested, read_shard, read_top
+from store.features import check_all_harvested, ids_digest, read_shard, read_top
 from store.schemas import features_columns
+from store.set_aside import read_set_aside
 from store.shards import read_dataset, shard_paths
 from store.traffic import read_traffic
 
@@ -35,7 +35,7 @@ def captured_top_k(cfg: Config) -> int:
 
 def captured(cfg: Config) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Ids and log-probabilities of the target's likeliest tokens by sample id, if train.loss needs
-    them; of the samples that are harvested.
+    them; of the samples that are harvested. Raises ValueError as `with_features`.
     """
     top_k = captured_top_k(cfg)
     if not top_k:
@@ -50,7 +50,10 @@ def captured(cfg: Config) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def check_features(cfg: Config) -> None:
-    """Raise ValueError unless every train and val sample has features; reads no tensor."""
+    """Raise ValueError unless every train and val sample that is not set aside has features; reads
+    no tensor.
+    """
+    aside = set_aside(cfg)
     identity = target_id(cfg.target_path)
     folder = features_folder(cfg, identity)
     columns = features_columns(cfg.harvest.top_k)
@@ -59,6 +62,7 @@ def check_features(cfg: Config) -> None:
         name
         for split in ("train", "val")
         for name in read_traffic(cfg.path("traffic"), identity, split)["sample_id"].to_pylist()
+        if name not in aside
     ]
     check_all_harvested(known, wanted)
 
@@ -85,41 +89,46 @@ def load_requests(
 
     taps: those whose features are read; the configured ones if empty.
     """
-    rows = load_rows(cfg, split, sampled)
+    rows = load_rows(cfg, split, sampled, taps)
     return rows, with_features(cfg, rows, taps)
 
 
-def load_rows(cfg: Config, split: str, sampled: bool = False) -> list[dict]:
-    """TRAFFIC rows of a split in sample_id order: greedy ones, or `sampled`, all."""
+def load_rows(
+    cfg: Config, split: str, sampled: bool = False, taps: Sequence[int] = ()
+) -> list[dict]:
+    """TRAFFIC rows of a split in sample_id order, without those set aside under these taps: greedy
+    ones, or `sampled`, all.
+    """
+    aside = set_aside(cfg, taps)
     rows = read_traffic(cfg.path("traffic"), target_id(cfg.target_path), split).to_pylist()
-    return [row for row in rows if sampled or row["temperature"] == 0.0]
+    return [
+        row
+        for row in rows
+        if (sampled or row["temperature"] == 0.0) and row["sample_id"] not in aside
+    ]
 
 
 def with_features(cfg: Config, rows: list[dict], taps: Sequence[int] = ()) -> list[Request]:
-    """TRAFFIC rows as requests to replay. Raises ValueError for rows that were not harvested."""
+    """TRAFFIC rows as requests to replay.
+
+    Raises ValueError for rows that were not harvested, and for features that are not what was
+    written for these token ids.
+    """
     identity = target_id(cfg.target_path)
-    taps = list(taps or target_taps(cfg))
-    names = {row["sample_id"] for row in rows}
-    features = _features(features_folder(cfg, identity, taps), cfg, identity, names, taps)
-    missing = names - features.keys()
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of {len(names)} samples have no features (for instance "
-            f"{min(missing)}): run `flywheel harvest`"
-        )
+    taps, hidden = list(taps or target_taps(cfg)), target_config(cfg)["hidden_size"]
+    digests = {
+        row["sample_id"]: ids_digest([*row["prompt_ids"], *row["output_ids"]]) for row in rows
+    }
+    features = {
+        name: found
+        for path in shard_paths(features_folder(cfg, identity, taps))
+        for name, found in read_shard(path, identity, taps, hidden, digests)
+    }
+    check_all_harvested(features, digests)
     return [make_request(row, features[row["sample_id"]]) for row in rows]
 
 
 def set_aside(cfg: Config, taps: Sequence[int] = ()) -> set[str]:
     """Ids of the samples that harvest set aside under these taps: nothing learns from them."""
-    return set()
-
-
-def _features(folder: Path, cfg: Config, identity: str, wanted: set[str], taps: list[int]) -> dict:
-    hidden = target_config(cfg)["hidden_size"]
-    return {
-        name: features
-        for path in shard_paths(folder)
-        for name, features, _ in read_shard(path, identity, taps, hidden)
-        if name in wanted
-    }
+    folder = features_folder(cfg, target_id(cfg.target_path), taps)
+    return set(read_set_aside(cfg.path("set_aside"), folder.name))

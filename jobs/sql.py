@@ -1,8 +1,8 @@
 """flywheel sql tau_by_domain_and_version     (or a path to your own file; no name: list them)
 
 One question over the work folder, answered by DuckDB. Views `acceptance`, `traffic`, `rejects`,
-`promotions`, `champion` and the macros of sql/00_sources.sql are there already. Reads what
-manifests publish, writes nothing. Times and days are UTC.
+`set_aside`, `promotions`, `champion` and the macros of sql/00_sources.sql are there already. Reads
+what manifests publish, writes nothing. Times and days are UTC.
 """
 
 import glob
@@ -20,7 +20,7 @@ from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console, print_table, visible
 from store import promotions
-from store.schemas import ACCEPTANCE, REJECTS, TRAFFIC
+from store.schemas import ACCEPTANCE, REJECTS, SET_ASIDE, TRAFFIC
 from store.shards import shard_paths
 from store.traffic import read_traffic
 
@@ -29,6 +29,7 @@ SOURCES = "00_sources.sql"
 DATASETS = {
     "acceptance_rows": ("acceptance", ACCEPTANCE),
     "reject_rows": ("rejects", REJECTS),
+    "set_aside_rows": ("set_aside", SET_ASIDE),
 }
 MAX_SUMMARY_ROWS = 200
 LONGEST = 120

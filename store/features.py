@@ -2,23 +2,33 @@
 
 High bytes (sign, exponent) repeat and compress well, low bytes hardly do: apart, zstd-1 stores
 0.70 of the raw size and reads faster than one mixed column.
+
+Features are not believed when read. A row carries a digest of the token ids it was made from and
+one of its bytes; the second is seeded with the sample's name and the first, so features exchanged
+between two samples are noticed, too.
 """
 
+import hashlib
+import struct
+import zlib
 from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.ids import short_hash
+from store.ids import Ids, short_hash
 from store.schemas import LAYOUT_VERSION, features_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-
     import torch
+
+COLUMNS = ["sample_id", "n_tokens", "ids_digest", "hi", "lo", "digest"]
+TOP_COLUMNS = ["sample_id", "n_tokens", "ids_digest", "top_ids", "top_logprobs", "top_digest"]
 
 
 def cache_key(target_id: str, taps: list[int], dtype: str, top_k: int = 0) -> str:
@@ -56,6 +66,30 @@ def decode(hi: bytes, lo: bytes, n_tokens: int) -> "torch.Tensor":
     return torch.from_numpy(words.view(np.int16)).reshape(n_tokens, -1).view(torch.bfloat16)
 
 
+def ids_digest(ids: Ids) -> bytes:
+    """16 bytes that name the token ids (prompt and output) of a sample."""
+    return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).digest()[:16]
+
+
+def features_row(sample_id: str, ids: Ids, features: "torch.Tensor") -> dict[str, Any]:
+    """One FEATURES row of bf16 features [T, D] of these T token ids."""
+    hi, lo = encode(features)
+    names, made_from = {"sample_id": sample_id, "n_tokens": len(features)}, ids_digest(ids)
+    digest = _digest(_seed(sample_id, len(features), made_from), hi, lo)
+    return names | {"ids_digest": made_from, "hi": hi, "lo": lo, "digest": digest}
+
+
+def top_row(row: Mapping[str, Any], ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
+    """The columns TOP of a FEATURES row; ids and log-probabilities [n_output, top_k]."""
+    ids, logprobs = ids.ravel().astype(np.int32), logprobs.ravel().astype(np.float16)
+    seed = _seed(row["sample_id"], row["n_tokens"], row["ids_digest"])
+    return {
+        "top_ids": ids,
+        "top_logprobs": logprobs,
+        "top_digest": _digest(seed, ids, logprobs)[:4],
+    }
+
+
 def open_shard(
     path: Path, target_id: str, target_layer_ids: list[int], hidden_size: int, top_k: int = 0
 ) -> pq.ParquetFile:
@@ -64,7 +98,10 @@ def open_shard(
 
     Raises ValueError otherwise: other features would train without any other sign.
     """
-    file = pq.ParquetFile(path)
+    try:
+        file = pq.ParquetFile(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); {_AGAIN}") from error
     wanted = features_schema(target_id, target_layer_ids, hidden_size, top_k=top_k).metadata
     found = file.schema_arrow.metadata or {}
     for name, value in wanted.items():
@@ -77,38 +114,60 @@ def open_shard(
 
 
 def read_shard(
-    path: Path, target_id: str, target_layer_ids: list[int], hidden_size: int
-) -> "Iterator[tuple[str, torch.Tensor, float]]":
-    """Yield (sample_id, bf16 [T, n_taps * hidden], argmax_match) from a features shard.
+    path: Path,
+    target_id: str,
+    target_layer_ids: list[int],
+    hidden_size: int,
+    wanted: "Collection[str] | Mapping[str, bytes] | None" = None,
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield (sample_id, bf16 [T, n_taps * hidden]) of the wanted samples (None: all) of a shard.
 
-    One row group is in memory at a time. Raises ValueError as `open_shard` does.
+    One row group is in memory at a time. Where `wanted` maps to `ids_digest`s, they are compared.
+    Raises ValueError as `open_shard` does, and for a row that is not what was written.
     """
     file = open_shard(path, target_id, target_layer_ids, hidden_size)
+    width = len(target_layer_ids) * hidden_size
     for group in range(file.num_row_groups):
-        rows = file.read_row_group(group, ["sample_id", "n_tokens", "hi", "lo", "argmax_match"])
-        for i, (name, features) in enumerate(
-            _decode_rows(rows, len(target_layer_ids), hidden_size)
-        ):
-            yield name, features, rows["argmax_match"][i].as_py()
+        yield from _rows(file, path, group, width, wanted)
 
 
 def read_top(
     path: Path, target_id: str, target_layer_ids: list[int], hidden_size: int, top_k: int
 ) -> "Iterator[tuple[str, torch.Tensor, torch.Tensor]]":
     """Yield (sample_id, token ids int32 [n_output, top_k], log-probabilities float16 of the same
-    shape) from a features shard, without reading its features. Raises ValueError as `open_shard`.
+    shape) from a features shard, without reading its features. Raises ValueError as `read_shard`.
     """
     import torch
 
     file = open_shard(path, target_id, target_layer_ids, hidden_size, top_k)
     for group in range(file.num_row_groups):
-        rows = file.read_row_group(group, ["sample_id", "top_ids", "top_logprobs"])
+        rows = _read_group(file, path, group, TOP_COLUMNS)
         for i in range(rows.num_rows):
-            ids, logprobs = (
-                torch.tensor(_values(rows[name][i])).view(-1, top_k)
-                for name in ("top_ids", "top_logprobs")
+            row = {name: rows[name][i] for name in TOP_COLUMNS}
+            fault = _top_fault(row)
+            if fault:
+                raise _damaged(path, row["sample_id"].as_py(), fault)
+            yield (
+                row["sample_id"].as_py(),
+                torch.tensor(_values(row["top_ids"])).view(-1, top_k),
+                torch.tensor(_values(row["top_logprobs"])).view(-1, top_k),
             )
-            yield rows["sample_id"][i].as_py(), ids, logprobs
+
+
+def find_faults(path: Path, file: pq.ParquetFile) -> dict[str, str]:
+    """{sample_id: what is wrong} of every row that is not what was written. Raises ValueError for
+    a file that cannot be read.
+    """
+    faults: dict[str, str] = {}
+    names = [name for name in [*COLUMNS, *TOP_COLUMNS[3:]] if name in file.schema_arrow.names]
+    for group in range(file.num_row_groups):
+        rows = _read_group(file, path, group, names)
+        for i in range(rows.num_rows):
+            row = {name: rows[name][i] for name in names}
+            fault = _fault(row) or ("top_ids" in row and _top_fault(row))
+            if fault:
+                faults[row["sample_id"].as_py()] = fault
+    return faults
 
 
 class FeatureCache:
@@ -124,27 +183,28 @@ class FeatureCache:
         target_id: str,
         target_layer_ids: list[int],
         hidden_size: int,
-        wanted: "Collection[str]",
+        wanted: "Collection[str] | Mapping[str, bytes]",
         budget: float,
         max_length: int = 0,
     ):
-        """Reads ids only. max_length: tokens kept of a sample, 0: all.
+        """Reads ids only. max_length: tokens kept of a sample, 0: all. `wanted` as in `read_shard`.
 
         Raises ValueError for shards of other features and for missing ids.
         """
-        self.num_taps, self.hidden_size = len(target_layer_ids), hidden_size
+        self.width = len(target_layer_ids) * hidden_size
+        self.wanted = wanted
         self.budget, self.size, self.max_length = budget, 0, max_length
         self.where: dict[str, tuple[Path, int]] = {}
         self.kept: OrderedDict[tuple[Path, int], dict[str, torch.Tensor]] = OrderedDict()
         for path in paths:
             file = open_shard(path, target_id, target_layer_ids, hidden_size)
             for group in range(file.num_row_groups):
-                names = file.read_row_group(group, ["sample_id"])["sample_id"].to_pylist()
+                names = _read_group(file, path, group, ["sample_id"])["sample_id"].to_pylist()
                 self.where |= {name: (path, group) for name in names if name in wanted}
         check_all_harvested(self.where, wanted)
 
     def __getitem__(self, sample_id: str) -> "torch.Tensor":
-        """bf16 [T, n_taps * hidden], T at most max_length."""
+        """bf16 [T, n_taps * hidden], T at most max_length. Raises ValueError as `read_shard`."""
         where = self.where[sample_id]
         if where not in self.kept:
             self._read(where)
@@ -153,9 +213,8 @@ class FeatureCache:
 
     def _read(self, where: "tuple[Path, int]") -> None:
         path, group = where
-        rows = pq.ParquetFile(path).read_row_group(group, ["sample_id", "n_tokens", "hi", "lo"])
-        decoded = _decode_rows(rows, self.num_taps, self.hidden_size, self.where)
-        self.kept[where] = {name: self._cut(features) for name, features in decoded}
+        rows = _rows(pq.ParquetFile(path), path, group, self.width, self.wanted)
+        self.kept[where] = {name: self._cut(features) for name, features in rows}
         self.size += _bytes(self.kept[where])
         while self.size > self.budget and len(self.kept) > 1:
             self.size -= _bytes(self.kept.popitem(last=False)[1])
@@ -176,20 +235,87 @@ def check_all_harvested(found: "Collection[str]", wanted: "Collection[str]") -> 
         )
 
 
-def _decode_rows(
-    rows: pa.Table, num_taps: int, hidden_size: int, wanted: "Collection[str] | None" = None
+def _rows(
+    file: pq.ParquetFile,
+    path: Path,
+    group: int,
+    width: int,
+    wanted: "Collection[str] | Mapping[str, bytes] | None",
 ) -> "Iterator[tuple[str, torch.Tensor]]":
+    rows = _read_group(file, path, group, COLUMNS)
     for i, name in enumerate(rows["sample_id"].to_pylist()):
         if wanted is not None and name not in wanted:
             continue
-        n_tokens = rows["n_tokens"][i].as_py()
-        features = decode(_buffer(rows["hi"][i]), _buffer(rows["lo"][i]), n_tokens)
-        if features.shape[1] != num_taps * hidden_size:
-            raise ValueError(
-                f"sample {name}: features of width {features.shape[1]}, not "
-                f"{num_taps * hidden_size}; harvest again"
-            )
+        row = {column: rows[column][i] for column in COLUMNS}
+        expected = wanted[name] if isinstance(wanted, Mapping) else None
+        fault = _fault(row, expected)
+        if fault:
+            raise _damaged(path, name, fault)
+        n_tokens = row["n_tokens"].as_py()
+        features = decode(_buffer(row["hi"]), _buffer(row["lo"]), n_tokens)
+        if features.shape[1] != width:
+            raise _damaged(path, name, f"they are {features.shape[1]} wide, not {width}")
         yield name, features
+
+
+def _fault(row: Mapping[str, Any], expected: bytes | None = None) -> str | None:
+    """What is wrong with the features of a row; None: they are what was written for its ids."""
+    hi, lo, n_tokens = _buffer(row["hi"]), _buffer(row["lo"]), row["n_tokens"].as_py()
+    made_from = row["ids_digest"].as_py()
+    if expected not in (None, made_from):
+        return "they were made from other token ids"
+    seed = _seed(row["sample_id"].as_py(), n_tokens, made_from)
+    if _digest(seed, hi, lo) != row["digest"].as_py():
+        return "their bytes are not those that were written for this sample"
+    return None if _finite(hi, lo) else "they are not finite"
+
+
+def _top_fault(row: Mapping[str, Any]) -> str | None:
+    seed = _seed(row["sample_id"].as_py(), row["n_tokens"].as_py(), row["ids_digest"].as_py())
+    found = _digest(seed, _values(row["top_ids"]), _values(row["top_logprobs"]))[:4]
+    if found != row["top_digest"].as_py():
+        return "their log-probabilities are not those that were written for this sample"
+    return None
+
+
+def _seed(sample_id: str, n_tokens: int, made_from: bytes) -> int:
+    return zlib.crc32(made_from, zlib.crc32(f"{sample_id} {n_tokens}".encode()))
+
+
+def _digest(seed: int, first: Any, second: Any) -> bytes:
+    """Two chained CRC-32: the fastest in the standard library, and damage is no attack."""
+    one = zlib.crc32(first, seed)
+    return struct.pack("<II", zlib.crc32(second, one), one)
+
+
+def _finite(hi: Any, lo: Any) -> bool:
+    """Whether no bf16 has all exponent bits set: seven in its high byte, one in its low byte."""
+    high = np.frombuffer(hi, np.uint8) & 0x7F
+    if high.max(initial=0) < 0x7F:
+        return True
+    return not bool((np.frombuffer(lo, np.uint8)[high == 0x7F] & 0x80).any())
+
+
+def _read_group(file: pq.ParquetFile, path: Path, group: int, columns: list[str]) -> pa.Table:
+    try:
+        return file.read_row_group(group, columns)
+    except (OSError, pa.ArrowInvalid) as error:
+        _mark(path)
+        raise ValueError(f"{path}: cannot be read ({error}); {_AGAIN}") from error
+
+
+def _damaged(path: Path, sample_id: str, fault: str) -> ValueError:
+    _mark(path)
+    return ValueError(f"{path}: features of sample {sample_id} are damaged: {fault}; {_AGAIN}")
+
+
+def _mark(path: Path) -> None:
+    """Make harvest look at the file, whose size and time are as before (store/mending.py)."""
+    with suppress(OSError):  # read-only for this process: harvest, too, would say so
+        path.touch()
+
+
+_AGAIN = "run `flywheel harvest`: it makes again what is damaged"
 
 
 def _bytes(group: "dict[str, torch.Tensor]") -> int:

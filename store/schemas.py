@@ -9,7 +9,7 @@ import pyarrow as pa
 from pyarrow.compute import call_function
 
 TIMESTAMP = pa.timestamp("us", tz="UTC")
-LAYOUT_VERSION = "1"
+LAYOUT_VERSION = "2"
 
 TRAFFIC = pa.schema(
     [
@@ -47,15 +47,30 @@ FEATURES = pa.schema(
     [
         ("sample_id", pa.string()),
         ("n_tokens", pa.int32()),
+        ("ids_digest", pa.binary(16)),  # of the token ids that the features were made from
         ("hi", pa.large_binary()),  # high bytes of bf16 [n_tokens, n_taps * hidden]
         ("lo", pa.large_binary()),  # low bytes
-        ("argmax_match", pa.float32()),  # share of output positions whose target argmax = the token
+        ("digest", pa.binary(8)),  # of hi and lo, and of whose they are (store/features.py)
     ]
 )
 TOP = [
     ("top_ids", pa.list_(pa.int32())),  # [n_output, top_k], flat: likeliest tokens, best first
     ("top_logprobs", pa.list_(pa.float16())),  # their log-probabilities at temperature 1
+    ("top_digest", pa.binary(4)),  # of both, and of whose they are
 ]
+
+SET_ASIDE = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("target_id", pa.string()),
+        ("features_key", pa.string()),  # folder of features/ that it was left out of
+        ("domain", pa.string()),
+        ("reason", pa.string()),  # jobs/screening.py
+        ("detail", pa.string()),  # JSON: the numbers that decided
+        ("tokens", pa.int32()),  # prompt + output
+        ("found_at", TIMESTAMP),
+    ]
+)
 
 ACCEPTANCE = pa.schema(
     [
@@ -131,7 +146,7 @@ def features_schema(
 
 
 def count_tokens(table: pa.Table) -> int:
-    """Tokens in a table of any schema above: prompt + output, or n_tokens; 0 for rejects."""
+    """Tokens in a table of any schema above: prompt + output, or n_tokens; 0 without."""
     names = set(table.column_names)
     lengths = [
         call_function("list_value_length", [table[name]])

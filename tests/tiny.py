@@ -60,6 +60,24 @@ def add_tokenizer(folder: Path, vocab_size: int, template: str | None = None) ->
     return folder
 
 
+@torch.inference_mode()
+def greedy_answers(
+    target: Target, prompts: Sequence[Sequence[int]], length: int
+) -> list[list[int]]:
+    """Greedy answers of one length to prompts of one length, all in one batch; nothing ends them."""
+    model: Any = target.model
+    ids = torch.tensor(prompts)
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=length,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return found[:, ids.shape[1] :].tolist()
+
+
 def learn(
     config: DrafterConfig, target: Target, requests: Sequence[Request], steps: int
 ) -> Drafter:

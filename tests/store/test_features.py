@@ -6,7 +6,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from store.features import FeatureCache, cache_key, decode, encode, read_shard, read_top
+from store.features import (
+    FeatureCache,
+    cache_key,
+    decode,
+    encode,
+    features_row,
+    ids_digest,
+    read_shard,
+    read_top,
+    top_row,
+)
 from store.schemas import features_schema
 from store.shards import write_shard
 
@@ -52,17 +62,82 @@ def test_wrong_planes_are_refused(hi, lo, n):
 
 
 def write(path, schema, x):
-    hi, lo = encode(x)
-    row = {"sample_id": "s", "n_tokens": len(x), "hi": hi, "lo": lo, "argmax_match": 1.0}
-    write_shard(path, pa.Table.from_pylist([row, row], schema=schema))
+    rows = [features_row(name, range(len(x)), x) for name in ("s", "t")]
+    write_shard(path, pa.Table.from_pylist(rows, schema=schema))
 
 
 def test_shard_round_trip(tmp_path):
     x = torch.randn(7, 2 * 16).to(torch.bfloat16)
     write(tmp_path / "f.parquet", features_schema("t", [1, 5], 16), x)
     rows = list(read_shard(tmp_path / "f.parquet", "t", [1, 5], 16))
-    assert [(name, match) for name, _, match in rows] == [("s", 1.0)] * 2
+    assert [name for name, _ in rows] == ["s", "t"]
     assert torch.equal(rows[1][1], x)
+
+
+DAMAGE = {
+    "a NaN": (lambda a, b: a | {"hi": b"\x7f" + a["hi"][1:], "lo": b"\xc0" + a["lo"][1:]}, "bytes"),
+    "another's bytes": (lambda a, b: a | {"hi": b["hi"], "lo": b["lo"]}, "bytes"),
+    "another's bytes and digest": (lambda a, b: b | {"sample_id": a["sample_id"]}, "bytes"),
+    "a digest of what it never was": (lambda a, b: a | {"digest": bytes(8)}, "bytes"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_features_that_are_not_what_was_written_are_refused_by_name(tmp_path, name):
+    """NaN in three samples once gave an interval of tau that began below zero; exchanged features
+    trained without a word.
+    """
+    change, said = DAMAGE[name]
+    first, second = (features_row(n, [1, 2, 3], torch.randn(3, 32).bfloat16()) for n in "ab")
+    rows = [change(first, second), second]
+    path = tmp_path / "f.parquet"
+    write_shard(path, pa.Table.from_pylist(rows, schema=features_schema("t", [1, 5], 16)))
+    before = path.stat().st_mtime_ns
+    with pytest.raises(ValueError, match=rf"f\.parquet.*sample a.*{said}.*flywheel harvest"):
+        list(read_shard(path, "t", [1, 5], 16))
+    assert path.stat().st_mtime_ns != before, "so that harvest looks at it"
+    with pytest.raises(ValueError, match="sample a"):
+        FeatureCache([path], "t", [1, 5], 16, {"a"}, 0)["a"]
+    [(_, found)] = read_shard(path, "t", [1, 5], 16, {"b"})
+    assert torch.equal(found, decode(second["hi"], second["lo"], 3)), "the other one is as it was"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_features_that_were_written_as_nan_or_infinity_are_refused(tmp_path, value):
+    x = torch.randn(3, 32).bfloat16()
+    x[1, 2] = value
+    write(tmp_path / "f.parquet", features_schema("t", [1, 5], 16), x)
+    with pytest.raises(ValueError, match="sample s.*not finite"):
+        next(read_shard(tmp_path / "f.parquet", "t", [1, 5], 16))
+
+
+def test_the_largest_numbers_are_finite(tmp_path):
+    x = torch.full((3, 32), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    write(tmp_path / "f.parquet", features_schema("t", [1, 5], 16), x)
+    assert torch.equal(next(read_shard(tmp_path / "f.parquet", "t", [1, 5], 16))[1], x)
+
+
+def test_features_of_other_token_ids_are_refused(tmp_path):
+    path = tmp_path / "f.parquet"
+    write(path, features_schema("t", [1, 5], 16), torch.randn(3, 32).bfloat16())
+    assert next(read_shard(path, "t", [1, 5], 16, {"s": ids_digest([0, 1, 2])}))[0] == "s"
+    with pytest.raises(ValueError, match="sample s.*other token ids"):
+        next(read_shard(path, "t", [1, 5], 16, {"s": ids_digest([0, 1, 3])}))
+    with pytest.raises(ValueError, match="sample s.*other token ids"):
+        FeatureCache([path], "t", [1, 5], 16, {"s": ids_digest([0, 1, 3])}, 0)["s"]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "f.parquet"
+    write(path, features_schema("t", [1, 5], 16), torch.randn(64, 32).bfloat16())
+    data = bytearray(path.read_bytes())
+    data[200:260] = bytes(60)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"f\.parquet.*flywheel harvest"):
+        list(read_shard(path, "t", [1, 5], 16))
+    path.write_bytes(data[:100])
+    with pytest.raises(ValueError, match=r"f\.parquet: cannot be read.*flywheel harvest"):
+        list(read_shard(path, "t", [1, 5], 16))
 
 
 @pytest.mark.parametrize(
@@ -88,9 +163,8 @@ def shards(tmp_path):
         rows = []
         for i in range(2):
             known[f"{name}{i}"] = torch.randn(7, 32).bfloat16()
-            hi, lo = encode(known[f"{name}{i}"])
-            rows.append({"sample_id": f"{name}{i}", "n_tokens": 7, "hi": hi, "lo": lo})
-        table = pa.Table.from_pylist([r | {"argmax_match": 1.0} for r in rows], schema=schema)
+            rows.append(features_row(f"{name}{i}", range(7), known[f"{name}{i}"]))
+        table = pa.Table.from_pylist(rows, schema=schema)
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=1)
     return sorted(tmp_path.iterdir()), known
 
@@ -143,17 +217,18 @@ def test_log_probabilities_round_trip_beside_the_features(tmp_path):
     schema, path = features_schema("t", [1, 5], 16, top_k=3), tmp_path / "f.parquet"
     x, rows = torch.ones(4, 32).bfloat16(), []
     for n in (4, 2):
-        hi, lo = encode(x)
-        row = {"sample_id": f"s{n}", "n_tokens": 4, "hi": hi, "lo": lo, "argmax_match": 1.0}
-        top = np.arange(n * 3)
-        logprobs = -np.sqrt(top).astype(np.float16)
-        rows.append(row | {"top_ids": top.astype(np.int32), "top_logprobs": logprobs})
+        row = features_row(f"s{n}", range(4), x)
+        rows.append(row | top_row(row, np.arange(n * 3), -np.sqrt(np.arange(n * 3))))
     write_shard(path, pa.Table.from_pylist(rows, schema=schema))
     assert [torch.equal(f, x) for _, f, _ in read_shard(path, "t", [1, 5], 16)] == [True, True]
     (first, ids, _), (second, _, logprobs) = read_top(path, "t", [1, 5], 16, 3)
     assert (first, second, ids.shape) == ("s4", "s2", (4, 3))
     assert ids.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert torch.equal(logprobs, -torch.arange(6).sqrt().half().view(2, 3))
+    swapped = [row | {"top_ids": rows[0]["top_ids"]} for row in rows]
+    write_shard(path, pa.Table.from_pylist(swapped, schema=schema))
+    with pytest.raises(ValueError, match="sample s2.*log-probabilities"):
+        list(read_top(path, "t", [1, 5], 16, 3))
 
 
 def test_log_probabilities_that_a_shard_lacks_are_missed(tmp_path):

@@ -1,0 +1,148 @@
+"""A folder of feature shards kept whole: damaged rows leave it, finished shards join it.
+
+An interrupted harvest leaves shards that no manifest lists; the next one adopts them, whatever its
+own cut into shards. Looking at every byte of a cache costs as much as reading it, so a file is
+looked at again only if its size or time changed; a reader that finds a bad row touches the file.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from store import files
+from store.features import find_faults
+from store.ids import short_hash
+from store.shards import ShardInfo, read_manifests, shard_info, write_manifest, write_shard
+
+SEEN = "seen.json"
+Opened = Callable[[Path], pq.ParquetFile]
+
+
+@dataclass
+class Mended:
+    """damaged: sample id -> what was wrong. lost: files that were gone or could not be read."""
+
+    damaged: dict[str, str] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    adopted: int = 0
+
+
+def mend(folder: Path, opened: Opened) -> Mended:
+    """Take damaged rows and files out of what `folder` publishes, publish its finished shards.
+
+    opened: a path as a shard of this cache, ValueError if it is none.
+    """
+    found = Mended()
+    for manifest in read_manifests(folder):
+        _mend_manifest(folder, manifest, opened, found)
+    leftovers = _leftovers(folder, opened)
+    if leftovers:
+        publish(folder, leftovers, {"adopted": len(leftovers)})
+        found.adopted = sum(shard.rows for shard in leftovers)
+    remember(folder)
+    return found
+
+
+def publish(folder: Path, shards: list[ShardInfo], inputs: dict[str, Any]) -> None:
+    """A manifest of these shards beside those in force. Its key names both: the samples of a shard
+    that was taken out may come back in a file of the same name.
+    """
+    names = sorted(shard.path.name for shard in shards)
+    key = short_hash([names, [manifest["key"] for manifest in read_manifests(folder)]])
+    write_manifest(folder, key, shards, inputs)
+
+
+def remember(folder: Path) -> None:
+    """Write down size and time of every published file: all of them are known to be right."""
+    names = {entry["file"] for m in read_manifests(folder) for entry in m["files"]}
+    if names:
+        seen = {name: _stamp(folder / name) for name in sorted(names)}
+        data = json.dumps(seen, indent=1).encode()
+        files.commit(folder / SEEN, lambda stream: stream.write(data))
+
+
+def _mend_manifest(folder: Path, manifest: dict[str, Any], opened: Opened, found: Mended) -> None:
+    seen = files.read_json(folder / SEEN) if (folder / SEEN).is_file() else {}
+    kept: list[ShardInfo] = []
+    gone: list[Path] = []
+    for entry in manifest["files"]:
+        path = folder / entry["file"]
+        stamp = _stamp(path)
+        if stamp and stamp == seen.get(path.name) and stamp[0] == entry["bytes"]:
+            kept.append(_info(folder, entry))
+            continue
+        rest = _look(path, opened, found)
+        if rest is None or rest.path != path:
+            gone.append(path)
+        if rest:
+            kept.append(rest)
+    entries = [shard.entry() for shard in sorted(kept, key=lambda shard: shard.path.name)]
+    if entries != manifest["files"]:
+        key = short_hash(["mended", manifest["key"], entries])
+        inputs = {"mended": manifest["key"]}
+        write_manifest(folder, key, kept, inputs, replaces=[manifest["key"]])
+        for path in gone:
+            path.unlink(missing_ok=True)
+
+
+def _look(path: Path, opened: Opened, found: Mended) -> ShardInfo | None:
+    """The shard without its damaged rows; None if nothing is left of it."""
+    try:
+        file = opened(path)
+        faults = find_faults(path, file)
+        if not faults:
+            return shard_info(path)
+        found.damaged |= faults
+        table = file.read()
+    except ValueError:
+        found.lost.append(path.name)
+        return None
+    names = table["sample_id"]
+    rest = table.filter(pc.invert(pc.is_in(names, value_set=pa.array(sorted(faults), pa.string()))))
+    if not rest.num_rows:
+        return None
+    return write_shard(path.with_name(f"{short_hash(rest['sample_id'].to_pylist())}.parquet"), rest)
+
+
+def _leftovers(folder: Path, opened: Opened) -> list[ShardInfo]:
+    """Complete shards that nothing publishes, whole, of samples that nothing else has."""
+    listed = {entry["file"] for m in read_manifests(folder) for entry in m["files"]}
+    taken: set[str] = set()
+    for name in listed:
+        taken |= _names(opened(folder / name))
+    left = []
+    for path in sorted(folder.glob("[!.]*.parquet")):
+        if path.name in listed:
+            continue
+        try:
+            file = opened(path)
+            names = _names(file)
+            if names.isdisjoint(taken) and not find_faults(path, file):
+                left.append(shard_info(path))
+                taken |= names
+        except ValueError:
+            continue  # of another cache, or cut: nothing reads it, and harvest makes its samples
+    return left
+
+
+def _names(file: pq.ParquetFile) -> set[str]:
+    return set(file.read(["sample_id"])["sample_id"].to_pylist())
+
+
+def _stamp(path: Path) -> list[int] | None:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _info(folder: Path, entry: dict[str, Any]) -> ShardInfo:
+    fields = {name: entry[name] for name in ("rows", "tokens", "bytes", "sha256")}
+    return ShardInfo(path=folder / entry["file"], **fields)

@@ -1,0 +1,338 @@
+"""Harvest: one bad sample is set aside, a rate of them stops it, nothing finished is lost."""
+
+import json
+import shutil
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pytest
+import torch
+
+from dflash.decode import decode
+from dflash.sampling import Sampling
+from dflash.target import Features, load_target, target_id
+from jobs import harvest, ingest, samples
+from jobs.screening import exceeds, screen
+from jobs.sql import ask
+from store import files
+from store.features import features_row, open_shard
+from store.shards import read_manifests, shard_info, shard_paths, write_shard
+from tests.tiny import greedy_answers, make_target
+from tests.work import configure, record
+
+DTYPES = ["float32", "bfloat16"]
+NUM = 24
+
+
+def prompts_of(num, seed=3):
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 90, (num, 6), generator=drawn).tolist()
+
+
+def write_log(folder, records, name="log.jsonl"):
+    (folder / "capture").mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in records)
+    (folder / "capture" / name).write_text(text)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """(folder of the target, folder of another model of the same vocabulary)."""
+    folder = tmp_path_factory.mktemp("models")
+    return make_target(folder / "own"), make_target(folder / "other", "qwen3")
+
+
+@pytest.fixture(params=DTYPES)
+def mine(request, models, tmp_path, ray_cluster):
+    """(configuration, target, other model) of a new work folder, computing in one dtype."""
+    own, other = (load_target(folder, getattr(torch, request.param)) for folder in models)
+    words = [f"target.path={models[0]}", f"target.dtype={request.param}"]
+    return configure(tmp_path, *words, "harvest.samples_per_shard=8"), own, other
+
+
+def plain(own, num=NUM, first=0):
+    """Capture records of the target's greedy answers."""
+    prompts = prompts_of(first + num)[first:]
+    answers = greedy_answers(own, prompts, 20)
+    return [record(first + i, *pair) for i, pair in enumerate(zip(prompts, answers, strict=True))]
+
+
+def by(other, records, **more):
+    """The same requests as another model answers them."""
+    answers = greedy_answers(other, [r["prompt_ids"] for r in records], 20)
+    return [r | {"output_ids": a} | more for r, a in zip(records, answers, strict=True)]
+
+
+def run(cfg):
+    ingest.run(cfg)
+    return harvest.run(cfg)
+
+
+def test_an_answer_of_another_model_is_set_aside_and_stops_nothing(mine, tmp_path):
+    cfg, own, other = mine
+    records = plain(own)
+    write_log(tmp_path, [*by(other, records[:1]), *records[1:]])
+    found = run(cfg)
+    assert (found["samples"], found["set_aside"]) == (NUM - 1, {"other_model": 1})
+    [row] = ask(cfg, "select * from set_aside").to_pylist()
+    assert row["domain"] == "a"
+    assert row["tokens"] == 26
+    numbers = json.loads(row["detail"])
+    assert numbers["positions"] == 20
+    assert numbers["wrong"] > 10
+    assert numbers["score"] > numbers["limit"]
+    assert "mention" in numbers["note"], "an old log does not say what shaped the answer"
+    assert samples.set_aside(cfg) == {row["sample_id"]}
+    again = harvest.run(cfg)
+    assert (again["samples"], again["reused"]) == (0, NUM - 1), "it is not tried again"
+    assert again["set_aside"] == {"other_model": 1}
+    samples.check_features(cfg)
+    names = [r["sample_id"] for s in ("train", "val", "test") for r in samples.load_rows(cfg, s)]
+    assert len(names) == NUM - 1
+    assert row["sample_id"] not in names
+
+
+def test_json_mode_or_a_penalty_in_one_request_ends_nothing(mine, tmp_path):
+    cfg, own, other = mine
+    records = [r | {"shaped": []} for r in plain(own)]
+    write_log(tmp_path, [*by(other, records[:3], shaped=["response_format"]), *records[3:]])
+    found = run(cfg)
+    assert (found["samples"], found["set_aside"]) == (NUM, {})
+
+
+def test_sampled_answers_of_another_model_behind_a_gateway_are_seen(mine, tmp_path):
+    cfg, own, other = mine
+    records = plain(own)
+    for i, line in enumerate(records):
+        line["temperature"] = 0.7
+        writer = other if i % 4 == 0 else own
+        sampling = Sampling(temperature=0.7)
+        line["output_ids"] = decode(
+            writer, line["prompt_ids"], 40, [], sampling=sampling, seed=i
+        ).output_ids
+    write_log(tmp_path, records)
+    with pytest.raises(ValueError, match=r"6 of 24 samples were set aside \(25\.0%.*other_model"):
+        run(cfg)
+    wrong = {tuple(r["output_ids"]) for r in records[::4]}
+    assert len(samples.set_aside(cfg)) == len(wrong) == 6
+
+
+def test_above_the_rate_the_stage_stops_and_loses_nothing(mine, tmp_path):
+    cfg, own, other = mine
+    records = plain(own)
+    write_log(tmp_path, [*by(other, records[:8]), *records[8:]])
+    said = r"8 of 24 samples were set aside \(33\.3%, established above harvest\.max_reject_rate "
+    said += r"5\.0%\); mostly other_model \(8\): .*of domain '[ab]'.*target\.path"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            run(cfg)
+    generous = cfg.override("harvest", max_reject_rate=0.5)
+    assert harvest.run(generous)["reused"] == 16
+
+
+@pytest.mark.parametrize(
+    ("bad", "total", "limit", "stops"),
+    [(1, 7, 0.05, False), (2, 7, 0.05, False), (3, 7, 0.05, True), (400, 2000, 0.05, True)]
+    + [(110, 2000, 0.05, False), (0, 9, 0.0, False), (1, 9, 0.0, True), (9, 9, 1.0, False)]
+    + [(60_000, 1_000_000, 0.05, True), (50_100, 1_000_000, 0.05, False)],
+)
+def test_a_rate_is_established_before_it_stops_anything(bad, total, limit, stops):
+    assert exceeds(bad, total, limit) is stops
+
+
+def test_each_check_names_its_reason(models):
+    target = load_target(models[0], torch.float32)
+    ids = [1, 2, 3, 4, 5, 6, 7]
+    row = {"prompt_ids": ids[:3], "output_ids": ids[3:], "temperature": 0.0, "shaped": ""}
+    [found] = target.features([ids], (1, 3))
+
+    def reason(taps, last=found.last):
+        fault = screen(row, Features(taps, last), target.head)
+        return fault and fault.reason
+
+    large, holes = found.taps.clone(), found.taps.clone()
+    large[2, 1] = 3.4e38  # finite in float32, infinite in bfloat16
+    holes[2] = 0
+    assert reason(found.taps) == "other_model"
+    assert reason(found.taps[1:]) == "length"
+    assert reason(found.taps, found.last[1:]) == "length"
+    assert reason(large) == "not_finite"
+    assert reason(found.taps, found.last * float("nan")) == "not_finite"
+    assert reason(holes) == "constant"
+    assert reason(found.taps[:1].expand(7, -1)) == "constant"
+
+
+def test_a_killed_harvest_keeps_its_shards_when_traffic_arrives_in_between(
+    mine, tmp_path, monkeypatch
+):
+    """Shards are chunks of sorted ids: new traffic once gave all of them other names."""
+    cfg, own, _ = mine
+    write_log(tmp_path, plain(own))
+    ingest.run(cfg)
+    real, started = harvest._shard, []
+
+    def killed(folder, actor, chunk):
+        started.append(chunk)
+        if len(started) == 3:
+            raise KeyboardInterrupt
+        return real(folder, actor, chunk)
+
+    monkeypatch.setattr(harvest, "_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        harvest.run(cfg)
+    monkeypatch.undo()
+    folder = harvest.features_folder(cfg, target_id(cfg.target_path))
+    assert not shard_paths(folder), "nothing is published"
+    finished = sum(shard_info(path).rows for path in folder.glob("[!.]*.parquet"))
+    assert finished >= 8
+    write_log(tmp_path, plain(own, 12, first=NUM), "more.jsonl")
+    found = run(cfg)
+    assert (found["reused"], found["samples"]) == (finished, NUM + 12 - finished)
+    assert sum(shard_info(path).rows for path in shard_paths(folder)) == NUM + 12, "each once"
+    assert harvest.run(cfg)["samples"] == 0
+
+
+@pytest.fixture
+def features(harvested, tmp_path):
+    """(configuration, features folder) of a work folder of one's own."""
+    cfg = configure(shutil.copytree(harvested, tmp_path / "work"))
+    return cfg, harvest.features_folder(cfg, target_id(cfg.target_path))
+
+
+def rewrite(folder, change):
+    """Change the rows of the first shard, as a writer with a fault would: its manifest agrees."""
+    path = shard_paths(folder)[0]
+    rows = open_table(path).to_pylist()
+    change(rows)
+    write_shard(path, pa.Table.from_pylist(rows, schema=open_table(path).schema))
+    entry = shard_info(path).entry()
+    for manifest in folder.glob("manifests/*.json"):
+        found = files.read_json(manifest)
+        found["files"] = [entry if e["file"] == path.name else e for e in found["files"]]
+        manifest.write_text(json.dumps(found))
+    return rows
+
+
+def open_table(path):
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(path).read()
+
+
+def nan(rows):
+    rows[0] |= {"hi": b"\x7f" + rows[0]["hi"][1:], "lo": b"\xc0" + rows[0]["lo"][1:]}
+
+
+def nan_with_its_digest(rows):
+    wrong = torch.full((rows[0]["n_tokens"], 96), float("nan")).bfloat16()
+    made = features_row("x", [1], wrong)
+    rows[0] |= {name: made[name] for name in ("hi", "lo", "digest", "ids_digest")}
+
+
+def exchanged(rows):
+    names = ("hi", "lo", "n_tokens", "digest", "ids_digest")
+    first, second = ({name: row[name] for name in names} for row in rows[:2])
+    rows[0] |= second
+    rows[1] |= first
+
+
+@pytest.mark.parametrize(("change", "count"), [(nan, 1), (nan_with_its_digest, 1), (exchanged, 2)])
+def test_damaged_features_never_reach_tau_and_exactly_they_are_made_again(
+    features, change, count, capfd
+):
+    cfg, folder = features
+    everything = [s for s in ("train", "val", "test") for s in samples.load_rows(cfg, s)]
+    before = samples.with_features(cfg, everything)
+    rewrite(folder, change)
+    with pytest.raises(ValueError, match=r"parquet: features of sample \w+ .*flywheel harvest"):
+        samples.with_features(cfg, everything)
+    found = harvest.run(cfg)
+    assert (found["samples"], found["reused"]) == (count, len(everything) - count)
+    assert capfd.readouterr().err.count("harvested again") == count + 1
+    for old, new in zip(before, samples.with_features(cfg, everything), strict=True):
+        torch.testing.assert_close(old.features, new.features, rtol=0.02, atol=0.02)
+    assert harvest.run(cfg)["samples"] == 0
+
+
+@pytest.mark.parametrize("cut", [None, 1000])
+def test_a_lost_or_cut_shard_is_made_again(features, cut):
+    cfg, folder = features
+    path = shard_paths(folder)[0]
+    rows = shard_info(path).rows
+    if cut:
+        path.write_bytes(path.read_bytes()[:cut])
+    else:
+        path.unlink()
+    found = harvest.run(cfg)
+    assert found["samples"] == rows
+    assert len(shard_paths(folder)) == len({p.name for p in shard_paths(folder)}) > 1
+    for _ in range(2):  # the same shard, lost again
+        shard_paths(folder)[0].unlink()
+        assert harvest.run(cfg)["samples"] > 0
+        samples.check_features(cfg)
+
+
+def test_what_has_not_changed_is_not_read_again(features, monkeypatch):
+    cfg, folder = features
+    harvest.run(cfg)
+    looked = []
+    monkeypatch.setattr("store.mending.find_faults", lambda path, file: looked.append(path) or {})
+    harvest.run(cfg)
+    assert looked == []
+    shard_paths(folder)[0].touch()
+    harvest.run(cfg)
+    assert looked == [shard_paths(folder)[0]]
+    assert len(read_manifests(folder)) == 1
+
+
+def nodes(*cpus, gpus=0):
+    return [{"Alive": True, "Resources": {"CPU": float(n), "GPU": float(gpus)}} for n in cpus]
+
+
+def test_actors_ask_for_what_ray_has(tmp_path, monkeypatch):
+    """In a container with a CPU limit each asked for more than there was: "0/16", for ever."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    cfg = configure(tmp_path, "harvest.workers=2")
+    assert harvest.actor_share(cfg, nodes(5)) == {"num_cpus": 2, "num_gpus": 0}
+    assert harvest.actor_share(cfg, nodes(4, 4)) == {"num_cpus": 4, "num_gpus": 0}
+    assert harvest.actor_share(cfg, nodes(2, gpus=2)) == {"num_cpus": 1, "num_gpus": 1}
+    one = configure(tmp_path)
+    assert harvest.actor_share(one, nodes(1))["num_cpus"] == 1
+    assert harvest.actor_share(one, nodes(3, 5))["num_cpus"] == 5, "an actor lives on one node"
+    with pytest.raises(ValueError, match=r"harvest\.workers=2, but Ray has 1 CPUs"):
+        harvest.actor_share(cfg, nodes(1))
+    with pytest.raises(ValueError, match=r"harvest\.workers=2, but Ray has 1 GPUs"):
+        harvest.actor_share(cfg, nodes(4, gpus=1))
+    assert harvest.actor_share(configure(tmp_path, "target.device=cpu"), nodes(4, gpus=1)) == {
+        "num_cpus": 4,
+        "num_gpus": 0,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("planted", [5, 400])
+def test_exactly_the_planted_answers_of_2000_are_set_aside(mine, tmp_path, planted):
+    cfg, own, other = mine
+    cfg = cfg.override("harvest", samples_per_shard=500)
+    records = [r | {"shaped": []} for r in plain(own, 2000)]
+    wrong = by(other, records[:planted])
+    write_log(tmp_path, [*wrong, *records[planted:]])
+    started = datetime.now(UTC)
+    if planted == 5:
+        assert run(cfg)["set_aside"] == {"other_model": 5}
+    else:
+        with pytest.raises(ValueError, match=r"400 of 2000 samples were set aside \(20\.0%"):
+            run(cfg)
+    rows = ask(cfg, "select * from set_aside").to_pylist()
+    expected = ask(
+        cfg,
+        "select sample_id from traffic_rows where request_id in "
+        f"(select 'r' || i from range({planted}) t(i))",
+    )
+    assert {r["sample_id"] for r in rows} == {*expected["sample_id"].to_pylist()}
+    assert all(r["found_at"] >= started for r in rows)
+    folder = harvest.features_folder(cfg, target_id(cfg.target_path))
+    assert sum(shard_info(path).rows for path in shard_paths(folder)) == 2000 - planted
+    taps = [1, 3, 5]
+    assert open_shard(shard_paths(folder)[0], target_id(cfg.target_path), taps, 32)
