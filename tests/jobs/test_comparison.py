@@ -103,7 +103,8 @@ def test_a_right_drafter_passes_on_whatever_text_was_served(
     assert found.faults() == [], found.summary()
     assert not found.wrong
     assert found.rounds > 100
-    assert sum(map(sum, found.served)) > 50, "nothing is accepted: a weak test"
+    accepted = sum(map(sum, found.served))
+    assert accepted > (5 if sampling.temperature else 50), "nothing is accepted: a weak test"
     assert found.identical >= 0.8 * len(prompts)  # bfloat16: ties of tiny models; 12 of 12 here
     if dtype == torch.float32:
         assert found.identical == len(prompts)
