@@ -18,16 +18,17 @@ from typing import Any
 import torch
 
 from bench.harness import cpu_name
-from dflash.agreement import tie_bound
+from dflash.agreement import TIES, tie_bound
 from jobs.comparison import compare
 from jobs.config import Config, load
 from jobs.console import console
 from jobs.evaluate import find_drafter
+from jobs.findings import Ours, check_drafts, check_text
 from jobs.measure import as_request, control_texts
 from jobs.samples import load_rows
 from jobs.serve import dtype_name, served_dtype, server, vllm_version
 from jobs.servers import serving
-from jobs.trial import Ours, answer_of, check_drafts, check_text, prepare, traces
+from jobs.trial import answer_of, prepare, traces, with_noise
 from serving.client import complete
 from serving.drafts import read_drafts
 from serving.greedy import compare_texts, judge
@@ -86,13 +87,15 @@ def one_run(
         lambda one: read[one.request_id],
     )
     recorded = read_drafts(cfg.path("logs", "false-alarms.jsonl"))
-    drafts, found = check_drafts(ours, traces(names, answers, list(read.values()), recorded))
+    made = traces(names, answers, list(read.values()), recorded)
+    ours = with_noise(cfg, find_drafter(cfg, cfg.evaluate.drafter), ours, made)
+    drafts, found = check_drafts(ours, made)
     gaps = torch.cat(rounds.gaps)
     checks = {
         "drafts": drafts.status == "fail",
         "text": bool(text.different),
         "rounds": bool(rounds.faults()),
-        "served target": check_text(list(read.values()), ours.ties).status == "fail",
+        "served target": check_text(list(read.values()), TIES[ours.target.dtype]).status == "fail",
     }
     return {
         "alarms": [name for name, alarm in checks.items() if alarm],
@@ -102,7 +105,10 @@ def one_run(
         "round_gaps": [round(d.gap, 4) for d in rounds.differences],
         "tau": [rounds.summary()["tau_replay"], rounds.summary()["tau_served"]],
         "drafts": [found["drafts"], len(found["near_ties"]), found["different"]],
-        "draft_gaps": [round(m["gap"], 4) for m in found["near_ties"] + found["differences"]],
+        "own_noise": [ours.ties, ours.unsure],
+        "draft_gaps": [
+            round(m["gap"] / m["largest"], 4) for m in found["near_ties"] + found["differences"]
+        ],
         "token_gaps": [round(float(g), 4) for g in gaps[gaps > 0]],
         "tokens": len(gaps),
     }

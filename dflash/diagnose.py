@@ -6,7 +6,7 @@ drafter accept more than under its own config? An engine that computes something
 first, a folder whose taps, RoPE or mask token are mislabelled in the second.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -143,6 +143,11 @@ class Agreement:
         """Mismatches whose two tokens lie closer than `ties` times the slot's largest logit."""
         return [m for m in self.mismatches if m.gap < ties * m.largest]
 
+    @property
+    def largest(self) -> float:
+        """The largest gap, relative to its slot's largest logit; 0 without a mismatch."""
+        return max((m.gap / m.largest for m in self.mismatches), default=0.0)
+
     def share(self, ties: float) -> float:
         """Share of drafts that are equal, or differ at a near tie."""
         return 1 - (len(self.mismatches) - len(self.near_ties(ties))) / self.drafts
@@ -176,6 +181,28 @@ def compare(
     if not total:
         raise ValueError("no draft was recorded: nothing to compare")
     return Agreement(total, mismatches)
+
+
+@torch.inference_mode()
+def own_noise(
+    drafter: Drafter,
+    embedding: Tensor,
+    head: Tensor,
+    traces: Sequence[Trace],
+    again: Callable[[Trace], Tensor],
+) -> Agreement:
+    """What rounding alone turns around: our drafts against `again`, ours once more [R, K], from a
+    forward of another precision. An engine rounds in its own way and may differ twice as much.
+    """
+    mismatches = []
+    for trace in traces:
+        anchors, request = (
+            torch.tensor(trace.anchors),
+            trace.answer.request(drafter.cfg.target_layer_ids),
+        )
+        logits = draft_logits(drafter, embedding, head, request, anchors, trace.drafts.shape[1])
+        mismatches += _mismatches(trace, anchors, logits.float(), again(trace))
+    return Agreement(sum(t.drafts.numel() for t in traces), mismatches)
 
 
 def draft_logits(
@@ -260,10 +287,10 @@ def fits_better(
     under it and as configured. Clearly: by 2 %, and by four standard errors of the paired
     difference. Empty for a drafter that was never trained: it is right under no reading.
     """
-    own = _in_a_row(AS_CONFIGURED, drafter, embedding, head, answers, num_drafts)
+    own = in_a_row(AS_CONFIGURED, drafter, embedding, head, answers, num_drafts)
     found = []
     for hypothesis in table:
-        other = _in_a_row(hypothesis, drafter, embedding, head, answers, num_drafts)
+        other = in_a_row(hypothesis, drafter, embedding, head, answers, num_drafts)
         gain = (other - own).sum()
         noise = 4 * (other - own).square().sum().sqrt()
         if gain > max(noise, 0.02 * own.sum()):
@@ -272,7 +299,7 @@ def fits_better(
 
 
 @torch.inference_mode()
-def _in_a_row(
+def in_a_row(
     hypothesis: Hypothesis,
     drafter: Drafter,
     embedding: Tensor,

@@ -10,7 +10,7 @@ import torch
 from dflash.checkpoint import save_drafter
 from dflash.hypotheses import hypotheses
 from dflash.model import new_drafter
-from jobs import cli, preflight, servers, trial
+from jobs import cli, findings, preflight, servers, trial
 from jobs.config import Config, load
 from jobs.doctor import Check
 from jobs.endings import Endings, check_template
@@ -125,31 +125,31 @@ def test_a_mislabelled_folder_that_vllm_serves_as_it_says_is_named(work):
         drafter.load_state_dict(good.state_dict())
         folder = save_drafter(drafter, work / "drafters" / name.replace(" ", "-"), torch.float32)
         known = hypotheses(drafter.cfg, [1e4], [96, 2])
-        check = trial.check_fit(replace(prepared(work, folder), table=known))
+        check = findings.check_fit(replace(prepared(work, folder), table=known))
         assert check.status == "fail"
         assert f"{name}'" in check.found
 
 
 def test_features_of_other_layers_are_caught(ours):
-    assert trial.check_features(ours).status == "ok"
+    assert findings.check_features(ours).status == "ok"
     taps = ours.drafter.cfg.target_layer_ids
     shifted = replace(ours, recorded=[answer.request(taps, 1) for answer in ours.answers])
-    check = trial.check_features(shifted)
+    check = findings.check_features(shifted)
     assert (check.status, "one layer later by 0.00%" in check.found) == ("fail", True)
 
 
 def test_other_weights_in_the_engine_are_caught(first, ours, answers):
     _, served = first
     traces = traced(ours, served, answers)
-    assert trial.check_drafts(ours, traces)[0].status == "ok"
+    assert findings.check_drafts(ours, traces)[0].status == "ok"
     stale = replace(ours, drafter=new_drafter(ours.drafter.cfg, 5))
-    check, found = trial.check_drafts(stale, traces)
+    check, found = findings.check_drafts(stale, traces)
     assert check.status == "fail"
     assert "none of" in check.fix
     assert found["different"] > 0.5 * found["drafts"]
-    assert trial.check_cache(stale, traces, 256).status == "fail"
-    assert trial.check_cache(ours, traces, 0).status == "skip"
-    check, _ = trial.check_tau(stale, served, answers)
+    assert findings.check_cache(stale, traces, 256).status == "fail"
+    assert findings.check_cache(ours, traces, 0).status == "skip"
+    check, _ = findings.check_tau(stale, served, answers)
     assert check.status == "fail"
 
 
@@ -157,7 +157,7 @@ def test_zeros_that_vllm_drafts_near_its_limit_are_named(first, ours, answers):
     trace = next(t for t in traced(ours, first[1], answers) if 0 in t.accepted)
     drafts = trace.drafts.clone()
     drafts[trace.accepted.index(0)] = 0
-    check, found = trial.check_drafts(ours, [replace(trace, drafts=drafts)])
+    check, found = findings.check_drafts(ours, [replace(trace, drafts=drafts)])
     assert check.status == "fail"
     assert "vLLM drafts zeros within K + 1 tokens of its limit" in check.found
     assert "serve.max_model_len" in check.fix
@@ -168,7 +168,7 @@ def test_another_text_is_blamed_on_the_target(first, ours):
     _, served = first
     changed = [replace(c, output_ids=[9, *c.output_ids[1:]]) for c in served.answers]
     answers = [trial.answer_of(ours, completion) for completion in changed]
-    assert trial.check_text(answers, ours.ties).status == "fail"
+    assert findings.check_text(answers, ours.ties).status == "fail"
 
 
 def test_answers_that_are_not_the_recorded_ones_do_not_fail_tau(first, ours, answers):
@@ -176,7 +176,7 @@ def test_answers_that_are_not_the_recorded_ones_do_not_fail_tau(first, ours, ans
     served text, whatever was recorded.
     """
     other = replace(ours, rows=[row | {"output_ids": [9, 9]} for row in ours.rows])
-    check, measured = trial.check_tau(other, first[1], answers)
+    check, measured = findings.check_tau(other, first[1], answers)
     assert check.status == "ok"
     assert measured["comparison"]["identical_rounds"] == len(ours.rows)
 
@@ -186,10 +186,10 @@ def test_answers_shorter_than_a_block_are_not_checked(first, ours):
     _, served = first
     short = replace(served, answers=[cut(one, ours.k) for one in served.answers])
     answers = [trial.answer_of(ours, one) for one in short.answers]
-    check, measured = trial.check_tau(ours, short, answers)
+    check, measured = findings.check_tau(ours, short, answers)
     assert (check.status, measured) == ("skip", {})
     assert "not checked" in check.found
-    check = trial.check_fit(replace(ours, answers=answers))
+    check = findings.check_fit(replace(ours, answers=answers))
     assert (check.status, "not checked" in check.found) == ("skip", True)
 
 

@@ -10,16 +10,18 @@ import torch
 from dflash.agreement import TIES, tie_bound
 from dflash.checkpoint import read_config, save_drafter
 from dflash.decode import decode
-from dflash.diagnose import Trace, compare, explain, read_answer
+from dflash.diagnose import Trace, compare, draft_logits, explain, own_noise, read_answer
 from dflash.hypotheses import AS_CONFIGURED, hypotheses
+from dflash.model import drafter_of
 from dflash.replay import Request
 from dflash.target import load_target
 from dflash.train import generator
-from jobs import comparison, trial
+from jobs import comparison, findings
 from serving.acceptance import rounds
 from serving.client import Completion
 from serving.drafts import drafted, read_drafts
 from serving.greedy import Difference, Texts, judge
+from tests.serving.conftest import TAPS
 from tests.serving.faulty_engine import MAX_TOKENS, OTHER_MASK, OTHER_THETA
 from tests.tiny import learn
 
@@ -34,8 +36,25 @@ def dtype(request):
 
 
 @pytest.fixture(scope="module")
-def ties(dtype):
-    return TIES[dtype]
+def noise(traces, drafter, target, tiny_target, config):
+    """What our own rounding turns around of the healthy engine's drafts, as preflight measures."""
+    precise = load_target(tiny_target, torch.float32)
+    wide = drafter_of(config, {n: t.float() for n, t in drafter.state_dict().items()})
+
+    def again(trace):
+        ids, start = trace.answer.ids.tolist(), trace.answer.num_prompt
+        request = read_answer(precise, config, ids[:start], ids[start:]).request(TAPS)
+        models = (wide, precise.embedding, precise.head)
+        return draft_logits(*models, request, torch.tensor(trace.anchors), 3).argmax(-1)
+
+    found = own_noise(drafter, target.embedding, target.head, traces("healthy"), again)
+    print("own noise", target.dtype, found.largest, len(found.mismatches) / found.drafts)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ties(dtype, noise):
+    return max(TIES[dtype], findings.TWICE * noise.largest)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +68,9 @@ def config(tiny_drafter):
 
 
 @pytest.fixture(scope="module")
-def requests(target, config):
-    """Greedy answers of the target: what is served, and what the drafter learns by heart."""
+def requests(tiny_target, config):
+    """Greedy answers of the target in float32: what the drafter learns by heart."""
+    target = load_target(tiny_target, torch.float32)
     found = []
     for i in range(12):
         prompt = torch.randint(6, 120, (5 + i,), generator=generator("faults", i)).tolist()
@@ -120,7 +140,7 @@ def table(config):
     return hypotheses(config, [OTHER_THETA], [OTHER_MASK, 7])
 
 
-def verdict(served, drafter, target, traces, fault):
+def verdict(served, drafter, target, traces, ties, fault):
     """What preflight and verify say: rows that fail, of `text`, `drafts` and `rounds`."""
     answers, found = served(fault)[0], traces(fault)
     own = compare(AS_CONFIGURED, drafter, target.embedding, target.head, found)
@@ -129,22 +149,23 @@ def verdict(served, drafter, target, traces, fault):
     rounds_of = comparison.compare(
         target, drafter, named, drafter.cfg.num_drafts, lambda a: read[a.request_id]
     )
-    text = trial.check_text([t.answer for t in found], TIES[target.dtype])
+    text = findings.check_text([t.answer for t in found], TIES[target.dtype])
     says = {
         "text": text.status == "fail",
-        "drafts": not trial.same(own, TIES[target.dtype]),
+        "drafts": not findings.same(own, ties),
         "rounds": bool(rounds_of.faults()),
     }
     print(fault, target.dtype, text.found, rounds_of.words(), rounds_of.faults())
     return {name for name, failed in says.items() if failed}, own, rounds_of
 
 
-def test_a_healthy_engine_passes_every_check(served, traces, drafter, target, ties):
-    failed, own, rounds_of = verdict(served, drafter, target, traces, "healthy")
+def test_a_healthy_engine_passes_every_check(served, traces, drafter, target, ties, noise):
+    failed, own, rounds_of = verdict(served, drafter, target, traces, ties, "healthy")
     assert failed == set()
     assert own.drafts > 300
-    assert len(own.mismatches) <= trial.MAX_TIES[target.dtype] * own.drafts
-    assert sum(map(sum, rounds_of.served)) > 100, "nothing is accepted: a weak test"
+    unsure = len(noise.mismatches) / noise.drafts
+    assert len(own.mismatches) <= (findings.MAX_TIES + findings.TWICE * unsure) * own.drafts
+    assert sum(map(sum, rounds_of.served)) > 60, "nothing is accepted: a weak test"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +184,7 @@ def test_a_healthy_engine_passes_every_check(served, traces, drafter, target, ti
 def test_a_planted_fault_is_caught_and_recognised(
     served, traces, drafter, target, config, ties, fault, name
 ):
-    failed, _, _ = verdict(served, drafter, target, traces, fault)
+    failed, _, _ = verdict(served, drafter, target, traces, ties, fault)
     assert failed >= {"drafts", "rounds"}
     found = traces(fault)
     cause, ranking = explain(table(config), drafter, target.embedding, target.head, found, ties)
@@ -174,7 +195,7 @@ def test_a_planted_fault_is_caught_and_recognised(
 def test_other_weights_are_caught_and_blamed_on_no_known_fault(
     served, traces, drafter, target, config, ties
 ):
-    failed, _, _ = verdict(served, drafter, target, traces, "weights")
+    failed, _, _ = verdict(served, drafter, target, traces, ties, "weights")
     assert failed >= {"drafts", "rounds"}
     found = traces("weights")
     cause, _ = explain(table(config), drafter, target.embedding, target.head, found, ties)
@@ -183,9 +204,9 @@ def test_other_weights_are_caught_and_blamed_on_no_known_fault(
 
 @pytest.mark.parametrize("fault", ["target", "lenient"])
 def test_another_target_and_a_lenient_verification_show_in_the_text(
-    served, traces, drafter, target, fault
+    served, traces, drafter, target, ties, fault
 ):
-    failed, _, _ = verdict(served, drafter, target, traces, fault)
+    failed, _, _ = verdict(served, drafter, target, traces, ties, fault)
     assert "text" in failed
 
 
@@ -219,6 +240,6 @@ def test_drafts_after_a_cached_prefix_are_ours_and_stale_keys_are_caught(
     def own(name):
         return compare(AS_CONFIGURED, drafter, target.embedding, target.head, traces(name))
 
-    assert trial.same(own("cold"), ties)
-    assert trial.same(own("warm"), ties)
+    assert findings.same(own("cold"), ties)
+    assert findings.same(own("warm"), ties)
     assert own("stale").share(ties) < 0.9
