@@ -75,21 +75,23 @@ class _State:
     def __init__(self, target: Target, drafter: Drafter | None):
         from transformers import DynamicCache  # as in dflash/target.py
 
-        self.target, self.drafter = target, drafter
+        self.target, self.drafter, self.device = target, drafter, target.embedding.device
         self.cache = DynamicCache(config=target.model.config)
         self.context: ContextKV = []
         self.features: Tensor | None = None
         self.length = 0
 
     def forward(self, ids: list[int], rows: int) -> Tensor:
-        """The target's logits [rows, V], float32, behind the last `rows` of the new ids."""
+        """The target's logits [rows, V], float32 on the CPU, behind the last `rows` of the ids."""
         taps = self.drafter.cfg.target_layer_ids if self.drafter else ()
         with Taps(self.target.model, taps) as tapped:
             hidden = backbone(self.target.model)(
-                input_ids=torch.tensor([ids]), past_key_values=self.cache, use_cache=True
+                input_ids=torch.tensor([ids], device=self.device),
+                past_key_values=self.cache,
+                use_cache=True,
             ).last_hidden_state[0]
         self.features = tapped.joined() if taps else None
-        return self.target.logits(hidden[-rows:]).float()
+        return self.target.logits(hidden[-rows:]).float().cpu()
 
     def keep(self, count: int) -> None:
         """Keep the first `count` ids of the last forward, drop the rest from both caches."""
@@ -106,12 +108,12 @@ class _State:
             self.cache.crop(-excess)
 
     def propose(self, anchor_token: int, num_drafts: int) -> Tensor:
-        """The drafter's logits [K, V] behind the anchor."""
+        """The drafter's logits [K, V] behind the anchor, on the CPU: all drawing is there."""
         assert self.drafter is not None
-        anchor, position = torch.tensor([[anchor_token]]), torch.tensor([[self.length]])
+        anchor, position = torch.tensor([[[anchor_token]], [[self.length]]], device=self.device)
         embedding = self.target.embedding
         hidden = draft_hidden(self.drafter, embedding, self.context, anchor, position, num_drafts)
-        return self.drafter.logits(hidden[0, 0], self.target.head)
+        return self.drafter.logits(hidden[0, 0], self.target.head).cpu()
 
 
 def _ended(output: list[int], max_tokens: int, eos_ids: Sequence[int]) -> bool:

@@ -6,7 +6,7 @@ drafter accept more than under its own config? An engine that computes something
 first, a folder whose taps, RoPE or mask token are mislabelled in the second.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,6 +21,8 @@ from dflash.target import Target
 
 ROUNDS = 64
 """Rounds on which hypotheses are compared: more would only repeat the answer."""
+ROWS = 256
+"""Positions whose logits over the whole vocabulary are held at a time."""
 ANCHORS = 32
 """Anchors per answer on which readings of config.json are compared."""
 REPRODUCED = 0.98
@@ -31,8 +33,9 @@ REPRODUCED = 0.98
 class Answer:
     """A prompt with its greedy answer, and what the target computed on it.
 
-    ids [P + n] int64; layers: layer id -> output [P + n, H]; gaps [n]: by how many logits the
-    target's argmax beats the answer's token, 0 where it is the answer's token.
+    ids [P + n] int64; layers: layer id -> output [P + n, H]; gaps [n] float32: by how many logits
+    the target's argmax beats the answer's token, relative to the largest absolute logit of the
+    position; 0 where it is the answer's token. All on the CPU, whatever computed them.
     """
 
     ids: Tensor
@@ -47,22 +50,39 @@ class Answer:
 
 
 def read_answer(
-    target: Target, cfg: DrafterConfig, prompt: Sequence[int], output: Sequence[int]
+    target: Target,
+    cfg: DrafterConfig,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    shifts: Sequence[int] = (-1, 0, 1),
 ) -> Answer:
-    """One teacher-forced pass over prompt + output, with the taps and the layers beside them."""
-    near = {tap + shift for tap in cfg.target_layer_ids for shift in (-1, 0, 1)}
+    """One teacher-forced pass over prompt + output, with the layers at these `shifts` of the taps.
+
+    The whole answer is in memory: `shifts=(0,)` keeps no more of it than replay reads.
+    """
+    near = {tap + shift for tap in cfg.target_layer_ids for shift in shifts}
     layers = sorted(near & set(range(target.num_layers)))
     features = target.features([[*prompt, *output]], layers)[0]
-    logits = target.logits(features.last[len(prompt) - 1 : -1]).float()
     ids = torch.tensor([*prompt, *output])
-    chosen = logits.gather(1, ids[len(prompt) :, None])[:, 0]
-    split = features.taps.chunk(len(layers), dim=-1)
+    split = features.taps.cpu().chunk(len(layers), dim=-1)
     return Answer(
         ids=ids,
         num_prompt=len(prompt),
         layers=dict(zip(layers, split, strict=True)),
-        gaps=logits.max(-1).values - chosen,
+        gaps=_gaps(target, features.last[len(prompt) - 1 : -1], ids[len(prompt) :]),
     )
+
+
+def _gaps(target: Target, last: Tensor, tokens: Tensor) -> Tensor:
+    """By how much of the largest logit the argmax behind each row of `last` [n, H] beats its token
+    [n].
+    """
+    found = []
+    for rows, mine in zip(last.split(ROWS), tokens.split(ROWS), strict=True):
+        logits = target.logits(rows).float().cpu()
+        gaps = logits.max(-1).values - logits.gather(1, mine[:, None])[:, 0]
+        found.append(gaps / largest_logit(logits))
+    return torch.cat(found)
 
 
 @dataclass(frozen=True)
@@ -98,7 +118,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A draft the engine made otherwise: our logit of `ours` is `gap` above that of `theirs`."""
+    """A draft the engine made otherwise: our logit of `ours` is `gap` above that of `theirs`.
+
+    largest: the largest absolute logit of this slot, by which a gap is small or large.
+    """
 
     trace: str
     anchor: int
@@ -106,6 +129,7 @@ class Mismatch:
     ours: int
     theirs: int
     gap: float
+    largest: float
 
 
 @dataclass(frozen=True)
@@ -115,13 +139,18 @@ class Agreement:
     drafts: int
     mismatches: list[Mismatch]
 
-    def near_ties(self, bound: float) -> list[Mismatch]:
-        """Mismatches whose two tokens lie closer than `bound` in our logits."""
-        return [m for m in self.mismatches if m.gap < bound]
+    def near_ties(self, ties: float) -> list[Mismatch]:
+        """Mismatches whose two tokens lie closer than `ties` times the slot's largest logit."""
+        return [m for m in self.mismatches if m.gap < ties * m.largest]
 
-    def share(self, bound: float) -> float:
+    @property
+    def largest(self) -> float:
+        """The largest gap, relative to its slot's largest logit; 0 without a mismatch."""
+        return max((m.gap / m.largest for m in self.mismatches), default=0.0)
+
+    def share(self, ties: float) -> float:
         """Share of drafts that are equal, or differ at a near tie."""
-        return 1 - (len(self.mismatches) - len(self.near_ties(bound))) / self.drafts
+        return 1 - (len(self.mismatches) - len(self.near_ties(ties))) / self.drafts
 
 
 @torch.inference_mode()
@@ -154,6 +183,28 @@ def compare(
     return Agreement(total, mismatches)
 
 
+@torch.inference_mode()
+def own_noise(
+    drafter: Drafter,
+    embedding: Tensor,
+    head: Tensor,
+    traces: Sequence[Trace],
+    again: Callable[[Trace], Tensor],
+) -> Agreement:
+    """What rounding alone turns around: our drafts against `again`, ours once more [R, K], from a
+    forward of another precision. An engine rounds in its own way and may differ twice as much.
+    """
+    mismatches = []
+    for trace in traces:
+        anchors, request = (
+            torch.tensor(trace.anchors),
+            trace.answer.request(drafter.cfg.target_layer_ids),
+        )
+        logits = draft_logits(drafter, embedding, head, request, anchors, trace.drafts.shape[1])
+        mismatches += _mismatches(trace, anchors, logits.float(), again(trace))
+    return Agreement(sum(t.drafts.numel() for t in traces), mismatches)
+
+
 def draft_logits(
     drafter: Drafter,
     embedding: Tensor,
@@ -162,17 +213,27 @@ def draft_logits(
     anchors: Tensor,
     num_drafts: int,
 ) -> Tensor:
-    """Logits [N, K, V] of the drafts after each anchor [N] of one answer, in one forward."""
-    context = drafter.context(request.features[None].to(embedding.dtype))
-    tokens = request.ids[anchors][None]
+    """Logits [N, K, V] of the drafts after each anchor [N] of one answer, in one forward.
+
+    Computed where the embedding is, returned on the CPU.
+    """
+    context = drafter.context(request.features[None].to(embedding))
+    tokens = request.ids[anchors][None].to(embedding.device)
     embeds = block_embeds(embedding, tokens, drafter.cfg.mask_token_id, num_drafts + 1)
-    hidden = drafter(context, embeds, anchors[None])[0, :, 1:]
+    hidden = drafter(context, embeds, anchors[None].to(embedding.device))[0, :, 1:]
     logits = drafter.logits(hidden.reshape(-1, hidden.shape[-1]), head)
-    return logits.view(len(anchors), num_drafts, -1)
+    return logits.view(len(anchors), num_drafts, -1).cpu()
+
+
+def largest_logit(logits: Tensor) -> Tensor:
+    """Largest absolute logit of each row of [..., V], tokens that cannot be drafted aside."""
+    return torch.maximum(
+        logits.max(-1).values, -logits.masked_fill(logits.isinf(), 0).min(-1).values
+    )
 
 
 def _mismatches(trace: Trace, anchors: Tensor, logits: Tensor, theirs: Tensor) -> list[Mismatch]:
-    best = logits.max(-1)
+    best, largest = logits.max(-1), largest_logit(logits)
     gaps = best.values - logits.gather(-1, theirs[..., None])[..., 0]
     return [
         Mismatch(
@@ -182,6 +243,7 @@ def _mismatches(trace: Trace, anchors: Tensor, logits: Tensor, theirs: Tensor) -
             ours=int(best.indices[i, k]),
             theirs=int(theirs[i, k]),
             gap=float(gaps[i, k]),
+            largest=float(largest[i, k]),
         )
         for i, k in (best.indices != theirs).nonzero().tolist()
     ]
@@ -193,7 +255,7 @@ def explain(
     embedding: Tensor,
     head: Tensor,
     traces: Sequence[Trace],
-    bound: float,
+    ties: float,
 ) -> tuple[Hypothesis | None, list[tuple[Hypothesis, float]]]:
     """The hypothesis behind drafts that differ, and all with the share they give again, best first.
 
@@ -203,7 +265,7 @@ def explain(
 
     def share(hypothesis: Hypothesis) -> float:
         found = compare(hypothesis, drafter, embedding, head, traces, ROUNDS)
-        return found.share(bound)
+        return found.share(ties)
 
     ranking = sorted(((h, share(h)) for h in table), key=lambda pair: -pair[1])
     best, again = ranking[0]
@@ -225,10 +287,10 @@ def fits_better(
     under it and as configured. Clearly: by 2 %, and by four standard errors of the paired
     difference. Empty for a drafter that was never trained: it is right under no reading.
     """
-    own = _in_a_row(AS_CONFIGURED, drafter, embedding, head, answers, num_drafts)
+    own = in_a_row(AS_CONFIGURED, drafter, embedding, head, answers, num_drafts)
     found = []
     for hypothesis in table:
-        other = _in_a_row(hypothesis, drafter, embedding, head, answers, num_drafts)
+        other = in_a_row(hypothesis, drafter, embedding, head, answers, num_drafts)
         gain = (other - own).sum()
         noise = 4 * (other - own).square().sum().sqrt()
         if gain > max(noise, 0.02 * own.sum()):
@@ -237,7 +299,7 @@ def fits_better(
 
 
 @torch.inference_mode()
-def _in_a_row(
+def in_a_row(
     hypothesis: Hypothesis,
     drafter: Drafter,
     embedding: Tensor,

@@ -8,7 +8,7 @@ outside the measured ones is considered: the drafter's own pass costs the same f
 drawn on promises one draft for nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,30 +34,37 @@ class Cost:
 
 
 def measure_costs(
-    plain_url: str, drafted_urls: dict[int, str], requests: Sequence[Request], max_tokens: int = 64
+    urls: Mapping[int, Callable[[], str]],
+    requests: Sequence[Request],
+    interleaved: bool = True,
+    max_tokens: int = 64,
 ) -> list[Cost]:
-    """Without drafts and with every K (of the servers in `drafted_urls`), at each batch size.
+    """The servers in `urls` (K -> how to reach it; 0: without drafts), at each batch size.
 
     From short answers to the same requests. A request's own prefill does not count (vLLM reports
     the time from the first output token to the last), that of others meanwhile does, the same for
-    every K and for none. Raises ValueError if no answer has a second token.
+    every K and for none. Not `interleaved`, each server is measured at all batch sizes before the
+    next is asked for. Raises ValueError if no answer has a second token.
     """
     short = [replace(r, max_tokens=min(r.max_tokens, max_tokens)) for r in requests]
-    urls = {0: plain_url, **drafted_urls}
-    for url in urls.values():
-        complete(url, short[:1], 1)
-    found = []
-    for batch in BATCHES:
-        for k, url in urls.items():
-            answers = complete(url, short[: WAVES * batch], batch)
-            rounds = sum(_num_rounds(answer) for answer in answers)
-            decoding = sum(answer.decode_seconds or 0.0 for answer in answers)
-            if not rounds or not decoding:
-                raise ValueError(
-                    "no round to time: the held-out answers have one token each, or vLLM does not "
-                    "report generation_time_ms; set serve.k, or hold out longer conversations"
-                )
-            found.append(Cost(k=k, batch=batch, seconds=decoding / rounds))
+    order = [(k, batch) for batch in BATCHES for k in urls]
+    if not interleaved:
+        order.sort(key=lambda pair: list(urls).index(pair[0]))
+    found, warm = [], set()
+    for k, batch in order:
+        url = urls[k]()
+        if k not in warm:
+            complete(url, short[:1], 1)
+            warm.add(k)
+        answers = complete(url, short[: WAVES * batch], batch)
+        rounds = sum(_num_rounds(answer) for answer in answers)
+        decoding = sum(answer.decode_seconds or 0.0 for answer in answers)
+        if not rounds or not decoding:
+            raise ValueError(
+                "no round to time: the held-out answers have one token each, or vLLM does not "
+                "report generation_time_ms; set serve.k, or hold out longer conversations"
+            )
+        found.append(Cost(k=k, batch=batch, seconds=decoding / rounds))
     return found
 
 

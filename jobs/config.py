@@ -380,7 +380,11 @@ class Verify:
     requests: int = setting(8, "prompts per speed pass at concurrency 8; a quarter at 1", minimum=2)
     repeats: int = setting(3, "interleaved passes per side and concurrency", minimum=1)
     concurrency: int = setting(16, "requests in flight while acceptance is counted", minimum=1)
-    reference_requests: int = setting(2, "prompts for the reference decoder", minimum=1)
+    reference_requests: int = setting(
+        2,
+        "prompts for the reference decoder, which needs the target in float32; 0: none",
+        minimum=0,
+    )
 
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "dflash")

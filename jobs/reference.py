@@ -10,9 +10,11 @@ from dflash.checkpoint import drafter_sha256, load_drafter
 from dflash.decode import decode
 from dflash.replay import Request, replay
 from dflash.target import load_target, target_id
+from jobs.comparison import differing
 from jobs.config import Config
 from jobs.evaluate import acceptance_row, commit_rows
-from jobs.shape import end_tokens
+from jobs.shape import compute_device, end_tokens
+from serving.memory import GIB, free_bytes, weight_bytes
 from store.ids import drafter_version
 
 Row = dict[str, Any]
@@ -21,36 +23,55 @@ Row = dict[str, Any]
 def check_reference(cfg: Config, folder: Path, rows: list[Row]) -> dict[str, Any]:
     """Decode the first `verify.reference_requests` prompts and compare, round by round.
 
-    What was decoded becomes acceptance rows of origin decode.
+    In float32, where equal means equal; `skipped` says why nothing was decoded: none is asked for,
+    or the target does not fit. What was decoded becomes acceptance rows of origin decode.
     """
-    target = load_target(cfg.target_path, torch.float32)
-    drafter = load_drafter(folder)
-    taps, k = drafter.cfg.target_layer_ids, drafter.cfg.num_drafts
-    end = end_tokens(cfg)
-    identical, rounds, differing, decoded = 0, 0, [], []
     chosen = rows[: cfg.verify.reference_requests]
+    skipped = too_large(cfg) if chosen else "verify.reference_requests is 0"
+    found = {"requests": 0, "identical": 0, "rounds": 0, "differing": [], "skipped": skipped}
+    if skipped:
+        return found
+    device = compute_device(cfg)
+    target = load_target(cfg.target_path, torch.float32, device)
+    drafter = load_drafter(folder).to(device)
+    models = (drafter, target.embedding, target.head)
+    taps, k = drafter.cfg.target_layer_ids, drafter.cfg.num_drafts
+    decoded = []
     for row in chosen:
         prompt = list(row["prompt_ids"])
-        real = decode(target, prompt, len(row["output_ids"]), end, drafter, k)
+        real = decode(target, prompt, len(row["output_ids"]), end_tokens(cfg), drafter, k)
         ids = [*prompt, *real.output_ids]
-        features = target.features([ids], taps)[0].taps
-        request = Request(torch.tensor(ids), len(prompt), features)
-        again = replay(drafter, target.embedding, target.head, [request], k)[0]
-        rounds += len(real.accepted)
+        request = Request(torch.tensor(ids), len(prompt), target.features([ids], taps)[0].taps)
+        again = replay(*models, [request], k)[0]
         decoded.append((row | {"output_ids": real.output_ids}, real.accepted))
-        if again == real.accepted:
-            identical += 1
-        else:
-            differing.append(
-                {"sample_id": row["sample_id"], "decoded": real.accepted, "replayed": again}
+        found["requests"] += 1
+        found["rounds"] += len(real.accepted)
+        found["identical"] += again == real.accepted
+        if again != real.accepted:
+            parted = differing(models, row["sample_id"], request, real.accepted, again, k)
+            found["differing"].append(
+                {
+                    "sample_id": row["sample_id"],
+                    "decoded": real.accepted,
+                    "replayed": again,
+                    "near_tie": all(one.gap < one.bound for one in parted),
+                }
             )
     commit_decoded(cfg, folder, decoded, k, drafter.cfg.block_size)
-    return {
-        "requests": len(chosen),
-        "identical": identical,
-        "rounds": rounds,
-        "differing": differing,
-    }
+    return found
+
+
+def too_large(cfg: Config) -> str:
+    """Why the target cannot be held in float32; empty if it can."""
+    needed = weight_bytes(cfg.target_path, torch.float32.itemsize)
+    on_gpu = compute_device(cfg) == "cuda"
+    free = torch.cuda.mem_get_info()[0] if on_gpu else free_bytes()
+    if needed < free:
+        return ""
+    return (
+        f"the target takes {needed / GIB:.1f} GiB in float32, {free / GIB:.1f} GiB are free on "
+        f"the {'GPU' if on_gpu else 'CPU'}: the reference decoder was not run"
+    )
 
 
 def commit_decoded(

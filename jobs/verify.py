@@ -1,12 +1,11 @@
 """flywheel verify
 
-The proof: serve the target with the champion, send the held-out prompts again and put the
-acceptance that vLLM counted beside the replayed one; compare the greedy text with and without the
-drafter; choose K from measured cost and acceptance; measure the speed-up. Results are kept in
-<work>/verified.
+The proof: serve the target with the champion, send the held-out prompts again, replay what it
+answers and put the acceptance that vLLM counted beside it; compare the greedy text with and without
+the drafter, judged by two runs without it; choose K from measured cost and acceptance; measure the
+speed-up. Results are kept in <work>/verified; exits 1 where a limit is exceeded.
 """
 
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -14,53 +13,61 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from dflash.acceptance import num_rounds, positions, tau
-from dflash.checkpoint import drafter_sha256, read_config
-from dflash.target import target_id
-from jobs.choose_k import BATCHES, CHOICE, Cost, choose, measure_costs, predicted
+from dflash.acceptance import tau
+from dflash.checkpoint import drafter_sha256, load_drafter, read_config
+from dflash.target import load_target, target_id
+from jobs.choose_k import BATCHES, CHOICE, choose, predicted
 from jobs.cli import run_as_module
+from jobs.comparison import Comparison, compare, table
 from jobs.config import Config
-from jobs.console import console, print_table, short_name, some_names
-from jobs.evaluate import commit_rows, domains, pick, save_json
+from jobs.console import console, print_table, short_name
+from jobs.evaluate import commit_rows, pick, save_json
+from jobs.measure import (
+    MOST,
+    RULE,
+    measure,
+    pooled_by_vllm,
+    speed_domain,
+    warn_if_unsteady,
+)
 from jobs.reference import check_reference
 from jobs.registry import resolve
 from jobs.report import publish
-from jobs.samples import load_requests
-from jobs.serve import served_dtype, server
-from jobs.shape import none_of_target
-from jobs.slices import SHOWN, taus_by_slice
+from jobs.samples import load_rows, set_aside
+from jobs.serve import dtype_name, vllm_version
+from jobs.servers import Servers, require
+from jobs.shape import compute_device, compute_dtype
+from jobs.slices import taus_by_slice
 from serving.acceptance import served_row
-from serving.client import Completion, Request, Speed, compare_speed, complete
-from serving.greedy import greedy_check
-from serving.server import Server
+from serving.client import Completion
+from serving.greedy import LEVEL, GreedyReport
 from store.files import read_json
 from store.ids import drafter_version, short_hash
 from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
 
 Row = dict[str, Any]
-UNSTEADY = 1.3
-"""Ratio of the fastest to the slowest plain pass above which the machine was not quiet."""
-TIE_BOUND = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
-"""Logit gaps below which two correct engines may choose differently, by compute dtype."""
+SHOWN = 10
 
 
 def run(cfg: Config) -> dict[str, Any]:
     """Verify the champion; returns (or finds again) the measurements.
 
-    Raises ValueError without a champion or held-out samples.
+    `ok` is false where a limit is exceeded, `faults` says which. Raises ValueError without a
+    champion or held-out samples, and where no server fits into memory.
     """
     found = resolve(cfg, "champion")
     if found is None:
         raise ValueError("there is no champion to verify: run `flywheel promote` first")
     version, folder = found
-    rows, _ = load_requests(cfg, cfg.evaluate.split)
-    settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), target_id(cfg.target_path)]
-    settings += [CHOICE]
+    left_out = set_aside(cfg, read_config(folder).target_layer_ids)
+    rows = [r for r in load_rows(cfg, cfg.evaluate.split) if r["sample_id"] not in left_out]
+    settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), str(compute_dtype(cfg))]
+    settings += [target_id(cfg.target_path), vllm_version(), CHOICE, RULE]
     key = short_hash([drafter_sha256(folder), [r["sample_id"] for r in rows], settings])
     path = cfg.path("verified", f"{key}.json")
-    if path.is_file():
-        return published(cfg, read_json(path, ["drafter_sha256", "speedup"])) | {"reused": True}
+    if path.is_file() and read_json(path, ["ok", "drafter_sha256", "speedup"])["ok"]:
+        return published(cfg, read_json(path, ["ok"])) | {"reused": True}
     result = {
         "stage": "verify",
         "version": str(version),
@@ -79,38 +86,27 @@ def published(cfg: Config, result: dict[str, Any]) -> dict[str, Any]:
 
 def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[str, Any]:
     domain = speed_domain(cfg, rows)
-    narrow = [as_request(row) for row in rows if row["domain"] == domain]
     sha = drafter_version(drafter_sha256(folder))
-    reference = check_reference(cfg, folder, rows)
     walks = stored_walks(cfg, sha, rows)
     taus = {n: tau(pick(rows, walk, domain)) for n, walk in walks.items()}
     by_slice = taus_by_slice(rows, walks)
-    with ExitStack() as running:
-        plain, *probes = start_servers(cfg, folder, [[], *probe_ks(cfg, taus)], running)
-        wait_until_ready([plain, *probes])
-        costs = probe(cfg, plain, probes, narrow)
-        chosen = cfg.serve.k or list(choose(taus, costs))
-        proof = probes[-1]
-        drafted = next((probe for probe in probes if list(probe.k) == chosen), None)
-        for idle in probes:
-            if idle is not proof and idle is not drafted:
-                idle.stop()
-        if drafted is None:  # it starts while the proof runs, which is not timed
-            [drafted] = start_servers(cfg, folder, [chosen], running)
-        answers = complete(
-            proof.url, [as_request(r) for r in rows], cfg.verify.concurrency, "served"
-        )
-        text = greedy_check(
-            plain.url, [as_recorded(r) for r in rows], answers, TIE_BOUND[dtype_name(cfg)]
-        )
-        wait_until_ready([drafted])
-        speeds = measure_speeds(cfg, plain.url, drafted.url, narrow)
-    k = proof.k[0]
-    served = commit_served(cfg, rows, answers, sha, read_config(folder).block_size, version)
-    differences = {d.index for d in [*text.near_ties, *text.different]}
+    have = require(cfg, folder, 1, "verify")
+    reference = check_reference(cfg, folder, rows)
+    with Servers(cfg, folder, min(have.servers, MOST)) as servers:
+        measured = measure(cfg, servers, rows, taus)
+    answers, k, costs = measured.answers, measured.k, measured.costs
+    commit_served(cfg, rows, answers, sha, read_config(folder).block_size, version)
+    compared = compare_served(cfg, folder, rows, answers, k)
+    if not compared.rounds:
+        raise ValueError("no served answer has a second token: there is no round to compare")
+    faults = [*compared.faults(), *text_faults(measured.text), *reference_faults(reference)]
+    names = {row["sample_id"]: row for row in rows}
+    walked = [names[name] for name in compared.names]
     result = {
+        "ok": not faults,
+        "faults": faults,
         "k": k,
-        "k_by_batch_size": chosen,
+        "k_by_batch_size": list(measured.chosen),
         "k_by_slice": {
             name: list(choose(of_slice, costs)) for name, of_slice in by_slice.items() if costs
         },
@@ -118,91 +114,73 @@ def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[st
         "predicted": {str(b): predicted(taus, costs, b) for b in BATCHES} if costs else {},
         "costs": [asdict(cost) for cost in costs],
         "reference": reference,
-        "tau_replay": table(rows, walks[k], k),
-        "tau_served": table(rows, served, k),
+        "tau_recorded": tau(walks[k]),
+        "tau_replay": table(walked, compared.replayed, k),
+        "tau_served": table(walked, compared.served, k),
         "vllm_mean_acceptance_length": pooled_by_vllm(answers),
-        "same_text": rounds_agree(rows, walks[k], served, differences),
-        "greedy": {
-            "requests": text.requests,
-            "identical": text.identical,
-            "near_ties": len(text.near_ties),
-            "different": len(text.different),
-            "differences": [asdict(d) for d in [*text.near_ties, *text.different]],
+        "same_text": {
+            "requests": len(compared.names),
+            "identical_rounds": compared.identical,
         },
+        "comparison": compared.summary(),
+        "greedy": greedy_summary(measured.text),
         "requests": len(rows),
-        "rounds": num_rounds(served),
-        "speedup": {str(s.concurrency): s.ratio for s in speeds},
-        "speeds": [asdict(s) for s in speeds],
+        "rounds": compared.rounds,
+        "servers_at_once": servers.most,
+        "speedup": {str(s.concurrency): s.ratio for s in measured.speeds},
+        "speeds": [asdict(s) for s in measured.speeds],
     }
     show(result)
     return result
 
 
-def measure_speeds(
-    cfg: Config, plain_url: str, drafted_url: str, narrow: list[Request]
-) -> list[Speed]:
-    """Speed at concurrency 1 and 8 on the first of these requests, a quarter as many at 1."""
+def compare_served(
+    cfg: Config, folder: Path, rows: list[Row], answers: list[Completion], k: int
+) -> Comparison:
+    """Our side, loaded after the servers are gone: the answers read, replayed, compared."""
+    dtype, device = compute_dtype(cfg), compute_device(cfg)
+    target = load_target(cfg.target_path, dtype, device)
+    drafter = load_drafter(folder, dtype).to(device)
+    named = [(row["sample_id"], answer) for row, answer in zip(rows, answers, strict=True)]
+    return compare(target, drafter, named, k)
+
+
+def text_faults(text: GreedyReport) -> list[str]:
+    """Why the drafter is not lossless, in words; none if the control explains all differences."""
+    if not text.different:
+        return []
+    gaps = ", ".join("unknown" if d.gap is None else f"{d.gap:.3g}" for d in text.different[:5])
     return [
-        compare_speed(plain_url, drafted_url, narrow[:count], concurrency, cfg.verify.repeats)
-        for concurrency, count in ((1, (cfg.verify.requests + 3) // 4), (8, cfg.verify.requests))
+        f"{len(text.different)} greedy texts differ beyond what two plain runs explain (gaps "
+        f"{gaps}; bound {text.bound:.3g}; {text.requests - text.identical} of {text.requests} "
+        f"differ with the drafter, {len(text.control.differences)} of {text.control.requests} "
+        f"without, chance {text.chance:.2g}, limit {LEVEL:g})"
     ]
 
 
-def speed_domain(cfg: Config, rows: list[Row]) -> str:
-    """verify.domain, else the one with the most held-out samples. ValueError if it has none."""
-    names = domains(rows)
-    if not names:
-        what = f"greedy {cfg.evaluate.split} sample of more than one token"
-        fix = "send some requests with temperature 0, or set evaluate.split"
-        raise none_of_target(cfg, what, fix)
-    if not cfg.verify.domain:
-        return max(names, key=[row["domain"] for row in rows].count)
-    if cfg.verify.domain not in names:
-        raise ValueError(
-            f"no held-out sample of domain {cfg.verify.domain!r} (verify.domain): "
-            f"there are {some_names(names)}"
-        )
-    return cfg.verify.domain
+def reference_faults(reference: Row) -> list[str]:
+    """Where replay is not the reference decoder, near ties of float32 aside."""
+    wrong = [one["sample_id"] for one in reference["differing"] if not one["near_tie"]]
+    return [f"replay differs from the reference decoder on {', '.join(wrong)}"] if wrong else []
 
 
-def serving(cfg: Config, drafter: Path | str, k: list[int]) -> Config:
-    """The same server settings for both sides; only the drafter differs.
-
-    No prefix cache: the passes repeat the same prompts, which a cache would answer without prefill,
-    for a plain server more of it than for a drafting one. New prompts are what traffic brings.
-    """
-    args = [*cfg.serve.args, "--no-enable-prefix-caching"]
-    return cfg.override("serve", port=0, drafter=str(drafter), k=k, capture="", args=args)
-
-
-def dtype_name(cfg: Config) -> str:
-    """The name of the dtype that vLLM computes in."""
-    return str(served_dtype(cfg)).removeprefix("torch.")
-
-
-def as_request(row: Row) -> Request:
-    """The recorded prompt as token ids, with room for the recorded answer.
-
-    A recorded answer that stopped by itself stops again; one cut by length is cut there again.
-    Its labels stay here: nothing captures these requests, and not every text can be a header.
-    """
-    return Request(prompt=list(row["prompt_ids"]), max_tokens=len(row["output_ids"]))
-
-
-def as_recorded(row: Row) -> Completion:
-    """The recorded greedy answer: what the target says without a drafter."""
-    return Completion(
-        request_id=row["request_id"],
-        prompt_ids=list(row["prompt_ids"]),
-        output_ids=list(row["output_ids"]),
-        text="",
-        finish_reason=row["finish_reason"],
-        spec=None,
-        top_logprobs=[],
-        started=0.0,
-        seconds=0.0,
-        decode_seconds=None,
-    )
+def greedy_summary(text: GreedyReport) -> Row:
+    """Drafted against plain, and plain against plain beside it."""
+    return {
+        "requests": text.requests,
+        "identical": text.identical,
+        "near_ties": len(text.near_ties),
+        "different": len(text.different),
+        "differences": [asdict(d) for d in [*text.different, *text.near_ties]],
+        "control": {
+            "requests": text.control.requests,
+            "identical": text.control.requests - len(text.control.differences),
+            "largest_gap": text.control.largest,
+            "differences": [asdict(d) for d in text.control.differences],
+        },
+        "bound": text.bound,
+        "chance": text.chance,
+    }
 
 
 def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> dict[int, list[list[int]]]:
@@ -218,48 +196,6 @@ def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> dict[int, list[list[
     if not ks or any((ks[-1], row["sample_id"]) not in by_key for row in rows):
         raise ValueError(f"drafter {sha} was not replayed on these samples: `flywheel evaluate`")
     return {k: [by_key[k, row["sample_id"]] for row in rows] for k in ks}
-
-
-def probe_ks(cfg: Config, taus: dict[int, float]) -> list[list[int]]:
-    """The K to start servers for: the largest of serve.k, else a middle one and the largest.
-
-    Acceptance is counted at the last, at one K, so that served rounds can be replayed rounds.
-    """
-    if cfg.serve.k:
-        return [[max(cfg.serve.k)]]
-    return [[k] for k in sorted({max(1, max(taus) // 2), max(taus)})]
-
-
-def start_servers(
-    cfg: Config, folder: Path, ks: list[list[int]], running: ExitStack
-) -> list[Server]:
-    """One server per K (none: no drafter), starting at the same time, stopped with `running`.
-
-    A start is mostly imports on one core; a server that waits for requests costs nothing.
-    `wait_until_ready` comes next.
-    """
-    names = ["-".join(["verify", *(f"k{one}" for one in k)]) if k else "verify-plain" for k in ks]
-    servers = [
-        server(serving(cfg, folder if k else "", k), f"{name}.log")
-        for k, name in zip(ks, names, strict=True)
-    ]
-    for one in servers:
-        running.push(one)  # its exit stops it, and says so if it has died
-        one.start()
-    return servers
-
-
-def wait_until_ready(servers: list[Server]) -> None:
-    """Return once all of them answer."""
-    for one in servers:
-        one.wait_until_ready()
-
-
-def probe(cfg: Config, plain: Server, probes: list[Server], narrow: list[Request]) -> list[Cost]:
-    """Costs of a round at the K of the probes; none if serve.k leaves nothing to choose."""
-    if cfg.serve.k:
-        return []
-    return measure_costs(plain.url, {p.k[0]: p.url for p in probes}, narrow)
 
 
 def commit_served(
@@ -284,31 +220,6 @@ def commit_served(
     inputs = {"drafter_version": sha, "origin": "served", "split": cfg.evaluate.split}
     commit_rows(cfg, found, inputs)
     return [row["accepted"] for row in found]
-
-
-def table(rows: list[Row], accepted: list[list[int]], k: int) -> dict[str, Any]:
-    """Tau pooled, per domain, per position."""
-    return {
-        "pooled": tau(accepted),
-        "domains": {name: tau(pick(rows, accepted, name)) for name in domains(rows)},
-        "positions": positions(accepted, k),
-    }
-
-
-def pooled_by_vllm(answers: list[Completion]) -> float:
-    """VLLM's own pooled figure, drafts behind the end of text included."""
-    specs = [a.spec for a in answers if a.spec]
-    steps = sum(s["num_spec_steps"] for s in specs)
-    return 1 + sum(s["num_accepted_draft_tokens"] for s in specs) / steps
-
-
-def rounds_agree(
-    rows: list[Row], replayed: list[list[int]], served: list[list[int]], differing: set[int]
-) -> dict[str, int]:
-    """Among requests with the recorded text: how many, and how many walked the same rounds."""
-    same = [i for i in range(len(rows)) if i not in differing]
-    equal = sum(list(replayed[i]) == list(served[i]) for i in same)
-    return {"requests": len(same), "identical_rounds": equal}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -342,25 +253,45 @@ def show(result: dict[str, Any]) -> None:
         for s in result["speeds"]
     ]
     titles = ["concurrency", "plain tokens/s", "with drafter", "ratio", "of passes"]
-    print_table("Speed, medians of interleaved passes", titles, speeds)
+    how = "interleaved passes" if result["servers_at_once"] > 1 else "passes, a server at a time"
+    print_table(f"Speed, medians of {how}", titles, speeds)
     warn_if_unsteady("verify", result["speeds"])
-    greedy = result["greedy"]
+    show_evidence(result)
+
+
+def show_evidence(result: dict[str, Any]) -> None:
+    """Rounds and texts: what agrees, what differs and by how much, which limit is exceeded."""
+    greedy, compared = result["greedy"], result["comparison"]
+    differing = compared["differences"][:SHOWN]
+    if differing:
+        names = ["request", "round", "anchor", "served", "replayed", "gap"]
+        title = f"Rounds that differ ({compared['differing_rounds']}; gap in our logits)"
+        print_table(title, names, [[one[name] for name in names] for one in differing])
+    console.print(
+        f"rounds of {compared['requests']} requests on the text that was served: "
+        f"{compared['identical_rounds']} identical, {compared['near_ties']} rounds differ at near "
+        f"ties, {compared['differing_rounds'] - compared['near_ties']} otherwise"
+    )
+    skipped = result["reference"]["skipped"]
+    if skipped:
+        console.print(f"reference decoder: {skipped}")
+    control = greedy["control"]
     console.print(
         f"greedy text with the drafter: {greedy['identical']} of {greedy['requests']} identical, "
-        f"{greedy['near_ties']} near ties, {greedy['different']} different"
+        f"{greedy['near_ties']} near ties, {greedy['different']} different (largest gap "
+        f"{largest(greedy['differences'])}); twice without a drafter: {control['identical']} of "
+        f"{control['requests']} identical (largest gap {largest(control['differences'])})"
     )
+    for fault in result["faults"]:
+        console.print(f"verify failed: {fault}", style="bold red")
 
 
-def warn_if_unsteady(stage: str, speeds: list[Row]) -> None:
-    """Say so where the passes of the plain server differ too much for ratios to mean something."""
-    for s in speeds:
-        if max(s["plain"]) > UNSTEADY * min(s["plain"]):
-            console.print(
-                f"at concurrency {s['concurrency']} the plain server gave "
-                f"{min(s['plain']):.0f} to {max(s['plain']):.0f} tokens/s: the machine was busy "
-                f"with something else, so these ratios mean little; run `flywheel {stage}` again",
-                style="yellow",
-            )
+def largest(differences: list[Row]) -> str:
+    """The largest gap of some differences in words."""
+    gaps = [d["gap"] for d in differences]
+    if None in gaps:
+        return "unknown"
+    return f"{max(gaps):.3g}" if gaps else "none"
 
 
 if __name__ == "__main__":

@@ -77,7 +77,18 @@ def _summary(
     cfg: Config, done: dict[str, dict[str, Any]], seconds: dict[str, float]
 ) -> dict[str, Any]:
     verified, trained = done["verify"], done["train"]
-    keys = ("tau_replay", "tau_served", "greedy", "requests", "rounds", "speedup", "k")
+    keys = (
+        "ok",
+        "faults",
+        "comparison",
+        "tau_replay",
+        "tau_served",
+        "greedy",
+        "requests",
+        "rounds",
+        "speedup",
+        "k",
+    )
     keys += (
         "k_by_batch_size",
         "predicted",

@@ -3,7 +3,7 @@
 import asyncio
 import statistics
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,40 +167,56 @@ def counter(url: str, name: str) -> float:
     )
 
 
-def compare_speed(
-    plain_url: str,
-    drafted_url: str,
-    requests: Sequence[Request],
-    concurrency: int,
+def compare_speeds(
+    sides: tuple[Callable[[], str], Callable[[], str]],
+    loads: Mapping[int, Sequence[Request]],
     repeats: int = 3,
-) -> Speed:
-    """Output tokens per second of two servers on the same requests, passes interleaved.
+    interleaved: bool = True,
+) -> list[Speed]:
+    """Output tokens per second of a plain and a drafting server, for each concurrency in `loads`.
 
     Each pass sends all requests to one server and waits; the order within a pair alternates, so
-    drift of the machine hits both. One unmeasured request per server comes first. Both servers
-    may run: an idle one costs nothing measurable.
+    drift of the machine hits both. One unmeasured request per server and load comes first. Both
+    servers may run: an idle one costs nothing measurable. `sides` give the URLs; where only one
+    server can run at a time they start it, and not `interleaved`, each side is asked once for all
+    its passes: drift then counts as speed.
     """
-    for url in (plain_url, drafted_url):
-        complete(url, requests[:1], 1)
-    rates: dict[str, list[float]] = {plain_url: [], drafted_url: []}
-    seconds: dict[str, list[float]] = {plain_url: [], drafted_url: []}
-    for repeat in range(repeats):
-        order = (plain_url, drafted_url) if repeat % 2 == 0 else (drafted_url, plain_url)
-        for url in order:
-            rate, latencies = _pass(url, requests, concurrency)
-            rates[url].append(rate)
-            seconds[url] += latencies
-    plain, drafted = rates[plain_url], rates[drafted_url]
-    ratios = [b / a for a, b in zip(plain, drafted, strict=True)]
-    return Speed(
-        concurrency=concurrency,
-        plain=plain,
-        drafted=drafted,
-        ratios=ratios,
-        ratio=statistics.median(ratios),
-        plain_seconds=seconds[plain_url],
-        drafted_seconds=seconds[drafted_url],
+    passes = (
+        [
+            (side, at)
+            for at in loads
+            for repeat in range(repeats)
+            for side in ((0, 1) if repeat % 2 == 0 else (1, 0))
+        ]
+        if interleaved
+        else [(side, at) for side in (1, 0) for at in loads for _ in range(repeats)]
     )
+    rates: dict[tuple[int, int], list[float]] = {}
+    seconds: dict[tuple[int, int], list[float]] = {}
+    for key in passes:
+        side, at = key
+        url = sides[side]()
+        if key not in rates:
+            complete(url, loads[at][:1], 1)
+        rate, latencies = _pass(url, loads[at], at)
+        rates.setdefault(key, []).append(rate)
+        seconds.setdefault(key, []).extend(latencies)
+    found = []
+    for at in loads:
+        plain, drafted = rates[0, at], rates[1, at]
+        ratios = [b / a for a, b in zip(plain, drafted, strict=True)]
+        found.append(
+            Speed(
+                concurrency=at,
+                plain=plain,
+                drafted=drafted,
+                ratios=ratios,
+                ratio=statistics.median(ratios),
+                plain_seconds=seconds[0, at],
+                drafted_seconds=seconds[1, at],
+            )
+        )
+    return found
 
 
 def _pass(url: str, requests: Sequence[Request], concurrency: int) -> tuple[float, list[float]]:

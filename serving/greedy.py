@@ -1,14 +1,21 @@
-"""Greedy text with a drafter against greedy text without it: identical, near tie, or different."""
+"""Greedy text with a drafter against greedy text without it, judged by a control.
+
+Two correct runs of one engine give different texts where two tokens tie: logits of a position move
+with the shape of the batch they are computed in, and in bfloat16 a good part of all answers meets a
+tie. So the same requests are answered twice without a drafter, in other batches, and what differs
+there says what may differ with one: no more requests, and no larger gaps.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import comb
 
 from serving.client import Completion, Request, complete
 
-# Logits of one position move with the shape of the batch they are computed in. In float32 that is
-# about 1e-4 here, so a gap below 1e-3 may fall either way; in bfloat16 expect a hundred times that.
-TIE_BOUND = 1e-3
-TOP = 5
+TOP = 20
+"""Most log probabilities that a vLLM server gives by default."""
+LEVEL = 1e-3
+"""Chance of an alarm about the number of differences where the drafter changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,44 +26,93 @@ class Difference:
     position: int  # in the output
     plain_id: int | None  # None: the answer ends here
     drafted_id: int | None
-    gap: float | None  # difference of their log probabilities; None: not both in the top 5
+    gap: float | None  # difference of their log probabilities; None: not both in the top 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Texts:
+    """Two answers each to so many requests, and where they part."""
+
+    requests: int
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def largest(self) -> float:
+        """The largest known gap; 0 without a difference."""
+        return max((d.gap for d in self.differences if d.gap is not None), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GreedyReport:
-    """Counts and the differences themselves; `different` must be empty."""
+    """Drafted against plain, beside plain against plain; `different` must be empty.
+
+    chance: that so many differences or more come about where the drafter changes nothing.
+    """
 
     requests: int
     identical: int
-    near_ties: list[Difference] = field(default_factory=list)
-    different: list[Difference] = field(default_factory=list)
+    near_ties: list[Difference]
+    different: list[Difference]
+    control: Texts
+    bound: float  # the largest gap that is no alarm by itself
+    chance: float
 
 
-def greedy_check(
-    plain_url: str,
-    plain: Sequence[Completion],
-    drafted: Sequence[Completion],
-    bound: float = TIE_BOUND,
-) -> GreedyReport:
-    """Compare the answers of a plain and a drafting server to the same greedy requests.
+def compare_texts(
+    plain_url: str, plain: Sequence[Completion], other: Sequence[Completion]
+) -> Texts:
+    """Where the answers to the same greedy requests part first.
 
-    Where two answers part, the plain server is asked for the log probabilities at that position
-    after the shared prefix: a near tie if the two tokens are closer than `bound` (nats). What
-    follows the first difference is another text and is not compared.
+    There the plain server is asked for the log probabilities behind the shared prefix. What follows
+    is another text and is not compared. Raises ValueError if the prompts are not the same.
     """
-    pairs = list(zip(plain, drafted, strict=True))
+    pairs = list(zip(plain, other, strict=True))
     found = [
         _difference(plain_url, index, a, b)
         for index, (a, b) in enumerate(pairs)
         if a.output_ids != b.output_ids
     ]
-    ties = [one for one in found if one.gap is not None and one.gap < bound]
-    return GreedyReport(
-        requests=len(pairs),
-        identical=len(pairs) - len(found),
-        near_ties=ties,
-        different=[one for one in found if one not in ties],
+    return Texts(requests=len(pairs), differences=found)
+
+
+def judge(control: Texts, drafted: Texts, bound: float) -> GreedyReport:
+    """What of the drafted differences the control does not explain.
+
+    Too large: a gap above `bound` (logits, of a near tie in this dtype) and above every gap of the
+    control; or an unknown one. Too many: by Fisher's exact test at LEVEL; then the excess over the
+    control's share, largest gaps first, is `different`.
+    """
+    bound = max(bound, control.largest)
+    chance = fisher(
+        len(drafted.differences), drafted.requests, len(control.differences), control.requests
     )
+    ordered = sorted(
+        drafted.differences, key=lambda d: float("inf") if d.gap is None else d.gap, reverse=True
+    )
+    large = sum(d.gap is None or d.gap > bound for d in ordered)
+    expected = len(control.differences) * drafted.requests // max(1, control.requests)
+    count = max(large, len(ordered) - expected) if chance < LEVEL else large
+    return GreedyReport(
+        requests=drafted.requests,
+        identical=drafted.requests - len(ordered),
+        near_ties=ordered[count:],
+        different=ordered[:count],
+        control=control,
+        bound=bound,
+        chance=chance,
+    )
+
+
+def fisher(hits: int, of: int, other_hits: int, of_others: int) -> float:
+    """Chance that at least `hits` of all hits fall into the first group: one-sided exact test.
+
+    5 of 5 against 0 of 5: 1 / 252.
+    """
+    total = comb(of + of_others, hits + other_hits)
+    return sum(
+        comb(of, i) * comb(of_others, hits + other_hits - i)
+        for i in range(hits, min(of, hits + other_hits) + 1)
+    ) / max(1, total)
 
 
 def _difference(url: str, index: int, plain: Completion, drafted: Completion) -> Difference:

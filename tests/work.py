@@ -15,8 +15,9 @@ from dflash.train import generator
 from dflash.vocabulary import set_vocabulary
 from jobs import harvest, ingest
 from jobs.config import Config, load
+from jobs.samples import load_requests
 from jobs.shape import drafter_config
-from tests.tiny import add_tokenizer, make_target, memorise
+from tests.tiny import add_tokenizer, learn, make_target, memorise
 
 NUM_REQUESTS = 48
 SETTINGS = [
@@ -111,4 +112,49 @@ def make_rivals(folder: Path, length: int = 20) -> Path:
     memorise(known, target, RIVAL_PROMPTS, length)
     save_drafter(known, folder / "drafters" / "known", torch.float32)
     save_drafter(blank, folder / "blank", torch.float32)
+    return folder
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}w4 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w5"
+    "{% if enable_thinking is defined and not enable_thinking %} w6{% endif %}{% endif %}"
+)
+CHAT_SETTINGS = [
+    "drafter.num_taps=2",
+    "drafter.block_size=4",
+    "drafter.mask_token_id=96",
+    "ingest.test_percent=40",
+    "target.dtype=float32",
+    "serve.max_model_len=500",
+    "serve.kv_cache_gib=1",
+]
+CHAT_SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "eos_token_id": 1,
+}
+
+
+def make_chats(folder: Path) -> Path:
+    """A target that vLLM serves, greedy chat traffic of it, harvested, and drafters/good, which
+    knows the held-out answers by heart. Needs a Ray cluster.
+    """
+    add_tokenizer(make_target(folder / "target", **CHAT_SHAPE), 97, CHAT_TEMPLATE)
+    target = load_target(folder / "target", torch.float32)
+    (folder / "capture").mkdir()
+    with open(folder / "capture" / "log.jsonl", "w") as log:
+        for i in range(40):
+            words = torch.randint(7, 90, (4 + i % 5,), generator=generator("preflight", i))
+            prompt = [4, *words.tolist(), 5]
+            answer = decode(target, prompt, 24, [1]).output_ids
+            log.write(json.dumps(record(i, prompt, answer) | {"domain": "chat"}) + "\n")
+    cfg = load(None, [f"work={folder}", *CHAT_SETTINGS])
+    ingest.run(cfg)
+    harvest.run(cfg)
+    drafter = learn(drafter_config(cfg), target, load_requests(cfg, "test")[1], steps=70)
+    save_drafter(drafter, folder / "drafters" / "good", torch.float32)
     return folder

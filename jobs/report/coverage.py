@@ -165,6 +165,8 @@ def _reference(facts: Facts) -> Line:
         f"{one['identical']} of {one['requests']} greedy requests equal in every round "
         f"({one['rounds']} rounds), float32"
     )
+    if not one["requests"]:
+        return _line(name, False, one["skipped"])
     return _line(name, True, text, one["identical"] == one["requests"])
 
 

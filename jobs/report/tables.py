@@ -199,7 +199,7 @@ def served(facts: Facts) -> list[tuple[str, str]]:
         ("identical", str(greedy["identical"])),
         ("differing at a near tie", str(greedy["near_ties"])),
         ("differing otherwise", str(greedy["different"])),
-        ("requests with the recorded text", str(verified["same_text"]["requests"])),
+        ("requests replayed on the text that was served", str(verified["same_text"]["requests"])),
         ("of these, served in the replayed rounds", str(verified["same_text"]["identical_rounds"])),
         ("requests walked by the reference decoder", str(reference["requests"])),
         ("identical to replay in every round", str(reference["identical"])),

@@ -23,7 +23,7 @@ from dflash.replay import replay
 from tests.tiny import learn, make_target
 
 THETAS, MASKS, K = (1e4, 1e6), (96, 0, 95), 5
-BOUND = 1e-3
+BOUND = 1e-3  # of the largest logit
 
 
 @pytest.fixture(scope="session")
@@ -181,7 +181,8 @@ def test_drafts_of_other_rounds_are_refused(answers, learned, target):
 
 
 def test_near_ties_are_listed_and_do_not_count_against():
-    ties = [Mismatch("t", 3, 1, 5, 6, 1e-5), Mismatch("t", 3, 2, 5, 6, 0.5)]
+    """A gap is small or large beside the largest logit of its slot."""
+    ties = [Mismatch("t", 3, 1, 5, 6, 0.5, 1000.0), Mismatch("t", 3, 2, 5, 6, 0.5, 20.0)]
     found = Agreement(10, ties)
     assert found.near_ties(BOUND) == ties[:1]
     assert found.share(BOUND) == 0.9

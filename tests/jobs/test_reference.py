@@ -10,7 +10,7 @@ from dflash.acceptance import num_rounds, positions, tau
 from dflash.checkpoint import drafter_sha256, load_drafter
 from dflash.replay import replay
 from dflash.target import load_borrowed, target_id
-from jobs import evaluate, sql
+from jobs import evaluate, reference, sql
 from jobs.config import load
 from jobs.reference import check_reference
 from jobs.samples import load_requests
@@ -57,6 +57,22 @@ def cfg(tmp_path_factory, rivals):
     ]
     evaluate.commit_rows(cfg, served, {"origin": "served"})
     return cfg
+
+
+def test_a_target_too_large_for_float32_is_skipped_by_name(cfg, monkeypatch):
+    monkeypatch.setattr(reference, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(reference, "load_target", lambda *args: pytest.fail("loaded"))
+    rows = load_requests(cfg, "test")[0]
+    found = check_reference(cfg, cfg.path("drafters", "known"), rows)
+    assert found["requests"] == found["identical"] == 0
+    assert "in float32, 0.0 GiB are free on the CPU" in found["skipped"]
+
+
+def test_no_reference_requests_are_legal(cfg, monkeypatch):
+    none = cfg.override("verify", reference_requests=0)
+    monkeypatch.setattr(reference, "load_target", lambda *args: pytest.fail("loaded"))
+    found = check_reference(none, cfg.path("drafters", "known"), load_requests(cfg, "test")[0])
+    assert (found["requests"], found["skipped"]) == (0, "verify.reference_requests is 0")
 
 
 def answer(row, walk):

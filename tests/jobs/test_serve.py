@@ -49,7 +49,9 @@ def test_k_is_what_the_latest_verify_of_this_drafter_chose(cfg):
     assert serve.verified_k(cfg, folder) == [5]
     path = verified(cfg, folder, "d", 0)
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"d\.json is damaged \(it lacks target_id"):
+    with pytest.raises(
+        ValueError, match=r"d\.json is damaged \(it lacks drafter_sha256, target_id"
+    ):
         serve.verified_k(cfg, folder)
     path.unlink()
     config = folder / "config.json"

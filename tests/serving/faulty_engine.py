@@ -1,6 +1,6 @@
 """One in-process vLLM with a drafter: plants one fault after another, writes down what it drafted.
 
-    python -m tests.serving.faulty_engine TARGET DRAFTER PROMPTS.json OUT_FOLDER
+    python -m tests.serving.faulty_engine TARGET DRAFTER PROMPTS.json OUT_FOLDER DTYPE
 
 Each fault changes vLLM's own objects in the running engine and is undone afterwards, so that one
 start serves all. OUT_FOLDER/<fault>.json holds the answers, <fault>.jsonl the drafts.
@@ -124,6 +124,19 @@ def target(runner: Any):
     return _spoilt(runner.model.model.layers[3].post_attention_layernorm)
 
 
+@contextmanager
+def lenient(runner: Any) -> Iterator[None]:
+    """Drafts that are not the target's choice are accepted, too, unless far from it."""
+    real = runner.rejection_sampler.forward
+
+    def forward(metadata: Any, draft_probs: Any, logits: torch.Tensor, *rest: Any) -> Any:
+        logits[metadata.target_logits_indices.long(), metadata.draft_token_ids.long()] += 20.0
+        return real(metadata, draft_probs, logits, *rest)
+
+    with mock.patch.object(runner.rejection_sampler, "forward", forward):
+        yield
+
+
 FAULTS: list[Callable[[Any], Any]] = [
     healthy,
     taps,
@@ -136,16 +149,17 @@ FAULTS: list[Callable[[Any], Any]] = [
     slots,
     weights,
     target,
+    lenient,
 ]
 
 
-def main(target_folder: str, drafter: str, prompts: str, out: str) -> None:
+def main(target_folder: str, drafter: str, prompts: str, out: str, dtype: str) -> None:
     """Start the engine once and answer all prompts under every fault."""
     from vllm import LLM
 
     engine = LLM(
         target_folder,
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_model_len=512,

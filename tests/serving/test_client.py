@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from serving.acceptance import rounds, served_row
-from serving.client import Completion, Request, compare_speed, complete, counter
-from serving.greedy import greedy_check
+from serving.client import Completion, Request, compare_speeds, complete, counter
+from serving.greedy import compare_texts, judge
 
 PROMPT = [1, 2]
 
@@ -124,24 +124,44 @@ def test_no_server_is_one_clear_error():
         counter("http://127.0.0.1:9", "vllm:any")
 
 
-def test_speed_is_interleaved_and_its_ratio_is_that_of_pairs(monkeypatch):
-    calls, rates = [], {"p": iter([10.0, 20.0, 40.0]), "d": iter([15.0, 60.0, 80.0])}
+@pytest.fixture
+def passes(monkeypatch):
+    """The order of the passes over servers p and d; each gives the next of its rates."""
+    calls, rates = [], {"p": iter([10.0, 20.0, 40.0, 7.0]), "d": iter([15.0, 60.0, 80.0, 7.0])}
     monkeypatch.setattr("serving.client.complete", lambda *args, **kw: [])
     monkeypatch.setattr(
         "serving.client._pass",
         lambda url, *_: calls.append(url) or (next(rates[url]), [len(calls) / 10]),
     )
-    speed = compare_speed("p", "d", [Request(prompt=[1], max_tokens=1)], 8, repeats=3)
-    assert calls == ["p", "d", "d", "p", "p", "d"]
+    return calls
+
+
+SIDES = (lambda: "p", lambda: "d")
+ONE = [Request(prompt=[1], max_tokens=1)]
+
+
+def test_speed_is_interleaved_and_its_ratio_is_that_of_pairs(passes):
+    [speed] = compare_speeds(SIDES, {8: ONE}, repeats=3)
+    assert passes == ["p", "d", "d", "p", "p", "d"]
     assert (speed.plain, speed.drafted) == ([10.0, 20.0, 40.0], [15.0, 60.0, 80.0])
     assert speed.ratio == 2.0  # the median of 1.5, 3, 2
     assert (speed.plain_seconds, speed.drafted_seconds) == ([0.1, 0.4, 0.5], [0.2, 0.3, 0.6])
 
 
-def test_greedy_check_tells_ties_from_differences(server):
+def test_where_one_server_fits_each_side_has_all_its_passes_at_once(passes):
+    speeds = compare_speeds(SIDES, {1: ONE, 8: ONE}, repeats=2, interleaved=False)
+    assert passes == ["d"] * 4 + ["p"] * 4
+    assert [s.concurrency for s in speeds] == [1, 8]
+    assert [s.plain for s in speeds] == [[10.0, 20.0], [40.0, 7.0]]
+    assert [s.drafted for s in speeds] == [[15.0, 60.0], [80.0, 7.0]]
+
+
+def test_the_first_difference_of_two_texts_is_a_tie_or_not(server):
     plain = [answer([5, 7, 1]), answer([5, 7]), answer([5, 7]), answer([5, 7]), answer([5])]
     drafted = [answer([5, 7, 1]), answer([5, 8]), answer([5, 9]), answer([5, 6]), answer([5, 7])]
-    report = greedy_check(server.url, plain, drafted)
+    same = [answer([5, 7, 1])] * 5
+    control = compare_texts(server.url, same, same)
+    report = judge(control, compare_texts(server.url, plain, drafted), 1e-3)
     assert (report.requests, report.identical) == (5, 1)
     [tie] = report.near_ties
     assert (tie.index, tie.position, tie.plain_id, tie.drafted_id) == (1, 1, 7, 8)

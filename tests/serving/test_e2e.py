@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash.agreement import tie_bound
 from dflash.checkpoint import load_drafter
 from dflash.decode import decode
 from dflash.replay import Request as Recorded
@@ -20,7 +21,7 @@ from dflash.replay import replay
 from dflash.target import load_target
 from serving.acceptance import rounds
 from serving.client import Request, complete
-from serving.greedy import greedy_check
+from serving.greedy import compare_texts, judge
 from serving.server import Server
 from tests.serving.conftest import LEARNED, TAPS, VOCABULARY
 
@@ -88,8 +89,12 @@ def test_a_drafter_changes_no_greedy_text_and_every_answer_is_captured(
     ) as drafted:
         assert drafted.k == (3, 3, 2)
         expected = complete(plain.url, REQUESTS, 6)
+        control = compare_texts(
+            plain.url, greedy(expected), greedy(complete(plain.url, REQUESTS, 2))
+        )
         answers = complete(drafted.url, REQUESTS, 6)
-        report = greedy_check(plain.url, greedy(expected), greedy(answers))
+        found = compare_texts(plain.url, greedy(expected), greedy(answers))
+    report = judge(control, found, tie_bound(torch.float32))
     assert report.different == []
     assert report.identical + len(report.near_ties) == 3
     for answer in answers:

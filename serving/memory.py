@@ -1,0 +1,86 @@
+"""How much memory is free, and how much a server takes: what decides how many run side by side."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+
+import psutil
+
+GIB = 2**30
+OVERHEAD = GIB
+"""Of one vLLM on a CPU beside weights and KV cache: imports, kernels, buffers."""
+COPIES = 2
+"""A linear layer's CPU kernel reads a packed copy of its weight; the original stays."""
+GPU_SHARE = 0.92
+"""Of a GPU's memory that vLLM takes for itself unless it is told otherwise."""
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_bytes(cgroups: Path = CGROUPS, me: Path = Path("/proc/self/cgroup")) -> int:
+    """What this process and its children can still take: free on the machine, or less where a
+    container (cgroup v1 or v2) is limited. Page cache that can be dropped counts as free.
+    """
+    return min([psutil.virtual_memory().available, *_left_in_groups(cgroups, me)])
+
+
+def _left_in_groups(cgroups: Path, me: Path) -> Iterator[int]:
+    """Left in each limited memory group around this process."""
+    lines = me.read_text().splitlines() if me.is_file() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage, cache = cgroups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, cache = cgroups / "memory", "total_inactive_file"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        inside = root / path.strip("/")
+        # Inside a container its own group is mounted as the root, whatever its path says.
+        for group in dict.fromkeys([inside, *inside.parents, root]):
+            if not group.is_relative_to(root) or not (group / limit).is_file():
+                continue
+            most = (group / limit).read_text().strip()
+            if most != "max":
+                used = int((group / usage).read_text())
+                yield max(0, int(most) - used + _stat(group / "memory.stat", cache))
+
+
+def _stat(path: Path, name: str) -> int:
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+
+
+def weight_bytes(folder: str | os.PathLike, bytes_each: int) -> int:
+    """Bytes of a folder's *.safetensors once every number takes `bytes_each`; reads headers only.
+
+    A copy of the embedding that the model ties is counted, too: an estimate from above.
+    """
+    return bytes_each * sum(
+        prod(tensor["shape"])
+        for path in Path(folder).glob("*.safetensors")
+        for name, tensor in _header(path).items()
+        if name != "__metadata__"
+    )
+
+
+def _header(path: Path) -> dict:
+    with path.open("rb") as file:
+        return json.loads(file.read(int.from_bytes(file.read(8), "little")))
+
+
+def server_bytes(folders: Sequence[str | os.PathLike], bytes_each: int, kv_cache_gib: int) -> int:
+    """What one vLLM takes on a CPU with the weights in these folders (target, drafter)."""
+    weights = sum(weight_bytes(folder, bytes_each) for folder in folders)
+    return COPIES * weights + kv_cache_gib * GIB + OVERHEAD
+
+
+def gpu_share(args: Sequence[str]) -> float:
+    """The share of a GPU that a server with these vLLM arguments takes."""
+    for i, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name == "--gpu-memory-utilization":
+            return float(value if equals else args[i + 1])
+    return GPU_SHARE
