@@ -1,0 +1,164 @@
+"""The capture inside a real vLLM server: the same answers, and every request accounted for."""
+
+import json
+import shutil
+from typing import Any
+
+import httpx
+import pytest
+
+from serving.server import Server
+from tests.tiny import add_tokenizer
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "w5 w9 w20"}, {"role": "assistant", "content": "w7"}]
+TWO = {"n": 2, "temperature": 0.8, "seed": 3}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+EACH = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    (TEXT, {"prompt": "w5 w9 w20"}),
+    (TEXT, {"prompt": [5, 9, 20], "return_token_ids": False}),
+    (TEXT, {"prompt": ["w5 w9", "w20 w21 w22"], "logprobs": 2}),
+    (TEXT, {"prompt": ["w5 w9", "w20 w21 w22"], **USAGE, **TWO}),
+    (TEXT, {"prompt": "w5", **TWO}),
+    (TEXT, {"prompt": "w5", "stream": True, "logprobs": 1}),
+    (TEXT, {"prompt": "w5", **EACH}),
+    (TEXT, {"prompt": "w5 w9", "echo": True}),
+    (TEXT, {"prompt": "w5 w9", "echo": True, "stream": True}),
+    (TEXT, {"prompt": [5, 9], "echo": True, "logprobs": 1}),
+    (TEXT, {"prompt": "w5 w9", "temperature": "0", "top_k": 5.0}),
+    (CHAT, {"messages": MESSAGES[:1]}),
+    (CHAT, {"messages": MESSAGES[:1], "logprobs": True, "top_logprobs": 2, **TWO}),
+    (CHAT, {"messages": MESSAGES[:1], **USAGE}),
+    (CHAT, {"messages": MESSAGES[:1], **EACH, **TWO}),
+    (CHAT, {"messages": MESSAGES, "echo": True, "add_generation_prompt": False}),
+    (CHAT, {"messages": MESSAGES[:1], "logit_bias": {"9": 5}, "max_tokens": "4"}),
+]
+ADDED = ("prompt_token_ids", "token_ids")
+OF_THE_MOMENT = ("id", "created", "metrics")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_target, tmp_path_factory):
+    """A server with capture behind a proxy's path, whose model comes with a penalty."""
+    folder = tmp_path_factory.mktemp("served")
+    shutil.copytree(tiny_target, folder / "target")
+    add_tokenizer(folder / "target", 128, TEMPLATE)
+    args = ("--root-path", "/llm", "--override-generation-config", '{"repetition_penalty": 1.2}')
+    with Server(
+        folder / "target", capture=folder / "capture", log=folder / "log", args=args,
+        max_model_len=128, max_num_seqs=8, kv_cache_gib=1,
+    ) as running:  # fmt: skip
+        yield running
+
+
+def post(server, path, body, headers=()):
+    """The answer as a list of its parts: the events of a stream, or the whole."""
+    body = {"model": "target", "max_tokens": 6, "temperature": 0, **body}
+    response = httpx.post(server.url + path, json=body, headers=list(headers), timeout=300)
+    assert response.status_code == 200, response.text
+    if not body.get("stream"):
+        return [response.json()]
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def without_ids(parts):
+    """What a client sees of an answer besides ids; the tokens of an event depend on the moment."""
+    parts = json.loads(json.dumps(parts))
+    texts: dict[int, list[Any]] = {}
+    for part in parts:
+        for name in (*ADDED, *OF_THE_MOMENT):
+            part.pop(name, None)
+        for choice in part["choices"]:
+            for name in ADDED:
+                choice.pop(name, None)
+            if len(parts) > 1:
+                seen = texts.setdefault(choice["index"], ["", [], []])
+                seen[0] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                seen[1] += (choice.get("logprobs") or {}).get("tokens", [])
+                seen[2] += [choice[n] for n in ("finish_reason", "stop_reason") if choice.get(n)]
+    return parts if len(parts) == 1 else (texts, parts[-1].get("usage"))
+
+
+@pytest.mark.parametrize(("path", "body"), SHAPES, ids=lambda value: str(value)[:60])
+def test_an_answer_with_capture_is_the_one_without_but_for_the_ids(server, path, body):
+    untouched = post(server, path, body, [("X-Flywheel-Consent", "false")])
+    captured = post(server, path, body, [("X-Flywheel-Conversation", "same")])
+    assert without_ids(captured) == without_ids(untouched)
+
+
+def rows(server):
+    [path] = server.capture.glob("*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def outcomes(server):
+    found = {}
+    for line in httpx.get(server.url + "/metrics").text.splitlines():
+        if line.startswith("flywheel_capture_total{"):
+            name, count = line.removeprefix('flywheel_capture_total{outcome="').split('"} ')
+            found[name] = float(count)
+    return found
+
+
+def test_every_request_to_a_real_server_is_accounted_for(server):
+    before, old = outcomes(server), len(rows(server)) if list(server.capture.glob("*")) else 0
+    domain = [("X-Flywheel-Domain", "büro".encode())]
+    post(server, "/llm" + CHAT, {"messages": MESSAGES[:1]}, domain)
+    post(server, CHAT, {"messages": MESSAGES[:1], "repetition_penalty": 1.0, "min_tokens": 2})
+    post(server, TEXT, {"prompt": ["w5", "w6"], **TWO, **USAGE, "repetition_penalty": "1.0"})
+    post(server, TEXT, {"prompt": "w5", "echo": True})
+    post(server, TEXT, {"prompt": "w5"}, [("X-Flywheel-Consent", "true, off")])
+    responses = {"model": "target", "input": "w5 w6", "max_output_tokens": 4}
+    assert httpx.post(server.url + "/llm/v1/responses", json=responses).status_code == 200
+    assert httpx.post(server.url + TEXT, json={"model": "other", "prompt": "w5"}).is_error
+    after = outcomes(server)
+    counted = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    assert counted == {"written": 6, "not_captured": 2, "no_consent": 1, "not_ok": 1}
+    new = rows(server)[old:]
+    assert [row["shaped"] for row in new] == [["repetition_penalty"], ["min_tokens"], *4 * [[]]]
+    assert [row["choice"] for row in new] == [0, 0, 0, 1, 2, 3]
+    assert [row["endpoint"] for row in new] == [CHAT, CHAT, *4 * [TEXT]]
+    assert new[0]["domain"] == "büro"
+    assert {row["temperature"] for row in new[2:]} == {0.8}
+    assert all(row["prompt_ids"] and row["output_ids"] for row in new)
+
+
+PLAIN = """
+    messages model logprobs top_logprobs max_tokens max_completion_tokens n seed stop stream
+    stream_options top_p tools parallel_tool_calls reasoning_effort include_reasoning user top_k
+    length_penalty stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens
+    spaces_between_special_tokens truncate_prompt_tokens truncation_side prompt_logprobs
+    logprob_token_ids echo add_generation_prompt continue_final_message add_special_tokens documents
+    chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs priority request_id
+    session_id return_tokens_as_token_ids return_token_ids routed_experts_prompt_start
+    return_token_offsets return_prompt_text mm_payload return_mm_kwargs cache_salt
+    kv_transfer_params ec_transfer_params repetition_detection stream_interval prompt suffix
+    prompt_embeds watermarking
+"""
+"""Fields that move no greedy choice, or are no plain request (store/shaping.py says why)."""
+
+
+def test_every_field_of_vllms_requests_was_looked_at():
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    from store.shaping import FIELDS
+
+    fields = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
+    assert fields - set(FIELDS) <= set(PLAIN.split())
+
+
+def test_every_content_part_of_vllm_was_looked_at():
+    from vllm.renderers.chat_utils import MM_PARSER_MAP
+
+    from serving.capture_request import NOT_TEXT
+
+    text = {"text", "thinking", "input_text", "output_text", "refusal", "tool_reference"}
+    assert set(MM_PARSER_MAP) == text | set(NOT_TEXT)
