@@ -172,7 +172,7 @@ def _check_use(cfg: Config, samples: int, total: Counter[str], names: Counter[st
     )
     if not samples:
         raise ValueError(message)
-    console.print(f"note: {message}", markup=False)
+    console.print(f"note: {message}")
 
 
 def _meaning(reason: str, names: Counter[str]) -> str:
@@ -183,10 +183,7 @@ def _meaning(reason: str, names: Counter[str]) -> str:
 def _print_aside(aside: dict[Path, list[str]]) -> None:
     for folder, names in aside.items():
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-        console.print(
-            f"left aside in {folder}: {len(names)} that are not named *.jsonl: {shown}",
-            markup=False,
-        )
+        console.print(f"left aside in {folder}: {len(names)} that are not named *.jsonl: {shown}")
 
 
 def _print_reasons(

@@ -159,8 +159,9 @@ def _outcomes(value: Any, raw: bytes, offset: int, rules: Rules) -> Iterator[Out
         return
     for record, source in records:
         try:
-            consent = None if all(one is None for one in said) else True
-            yield _row(record, source, rules) | {"consent": consent}
+            row = _row(record, source, rules)
+            row["consent"] = None if all(one is None for one in said) else True
+            yield row
         except Refused as refused:
             yield _rejected(offset, refused, raw)
 

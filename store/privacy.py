@@ -6,12 +6,13 @@ store.consent; here is where a log may say it.
 
 import json
 import re
+from functools import lru_cache
 from typing import Any
 
 from store.consent import consents
 
-KEYS = ("consent", "x-flywheel-consent")
-_PLACES = ("metadata", "headers", "extra_body", "request", "response")
+KEYS = frozenset({"consent", "x-flywheel-consent"})
+_PLACES = frozenset({"metadata", "headers", "extra_body", "request", "response"})
 _KEY = re.compile(
     rb"""consent\\*"\s*(?:$|:\s*(?:\\*"(?P<text>[^"\\]*)(?P<end>\\*")?|(?P<bare>[^",}\]\s]*)))""",
     re.IGNORECASE,
@@ -35,12 +36,17 @@ def answers(value: dict[str, Any]) -> list[Any]:
     """
     found = []
     for key, part in value.items():
-        name = str(key).lower()
+        name = _lower(key)
         if name in KEYS:
             found += part if isinstance(part, Copies) else [part]
         elif name in _PLACES and isinstance(part, dict):
             found += answers(part)
     return found
+
+
+@lru_cache(1024)  # every record has the same keys
+def _lower(key: Any) -> str:
+    return str(key).lower()
 
 
 def may_refuse(raw: bytes) -> bool:

@@ -3,6 +3,7 @@
 import gzip
 import os
 import zlib
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,7 +30,7 @@ def zstd(data: bytes) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def parse(path):
+def parse(path) -> list[Any]:
     size, sha256, _ = digest_log(path, set())
     return list(parse_log(path, size, sha256, RULES))
 
