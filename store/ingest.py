@@ -29,8 +29,8 @@ SHARD_TOKENS = 8_000_000  # about 32 MiB of ids in memory
 SHARD_REJECTS = 10_000
 MAX_REJECTS_BYTES = 4 << 20
 """Bytes of rejects kept of one log; what is beyond has its place and reason only."""
-MAX_NAMES = 100
-MAX_NAME = 100
+MAX_NAMES = 100  # of one kind that are told apart
+MAX_NAME = 100  # characters
 
 
 def ingest_log(
@@ -111,8 +111,10 @@ class Tally:
 
     def _name(self, name: str) -> None:
         name = name if len(name) <= MAX_NAME else name[:MAX_NAME] + "..."
-        full = name not in self.names and len(self.names) >= MAX_NAMES
-        self.names[name.partition(":")[0] + ":(others)" if full else name] += 1
+        kind = name.partition(":")[0] + ":"
+        if name not in self.names and sum(n.startswith(kind) for n in self.names) >= MAX_NAMES:
+            name = kind + "(others)"
+        self.names[name] += 1
 
 
 class _Shards:
