@@ -64,7 +64,7 @@ def add_tokenizer(folder: Path, vocab_size: int, template: str | None = None) ->
 def greedy_answers(
     target: Target, prompts: Sequence[Sequence[int]], length: int
 ) -> list[list[int]]:
-    """Greedy answers of one length to prompts of one length, all in one batch; nothing ends them."""
+    """Greedy answers of one length to prompts of one length, all as one batch; none ends."""
     model: Any = target.model
     ids = torch.tensor(prompts)
     found = model.generate(

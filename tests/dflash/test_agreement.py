@@ -47,7 +47,7 @@ def test_near_ties_never_speak_against_the_target(written, length):
 
 @pytest.mark.parametrize(("length", "share"), [(2, 0.9), (5, 0.98), (LENGTH, 1.0)])
 def test_another_models_answer_is_seen(written, length, share):
-    """Chance is small but not nothing: two tokens may be those that the target would choose, too."""
+    """Two tokens may well be those that the target would choose, too."""
     target, _, others = written
     found = list(judged(target, others, length))
     assert sum(not one.ok for one in found) >= share * NUM

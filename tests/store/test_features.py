@@ -107,7 +107,7 @@ def test_features_that_were_written_as_nan_or_infinity_are_refused(tmp_path, val
     x = torch.randn(3, 32).bfloat16()
     x[1, 2] = value
     write(tmp_path / "f.parquet", features_schema("t", [1, 5], 16), x)
-    with pytest.raises(ValueError, match="sample s.*not finite"):
+    with pytest.raises(ValueError, match=r"sample s.*not finite"):
         next(read_shard(tmp_path / "f.parquet", "t", [1, 5], 16))
 
 
@@ -121,9 +121,9 @@ def test_features_of_other_token_ids_are_refused(tmp_path):
     path = tmp_path / "f.parquet"
     write(path, features_schema("t", [1, 5], 16), torch.randn(3, 32).bfloat16())
     assert next(read_shard(path, "t", [1, 5], 16, {"s": ids_digest([0, 1, 2])}))[0] == "s"
-    with pytest.raises(ValueError, match="sample s.*other token ids"):
+    with pytest.raises(ValueError, match=r"sample s.*other token ids"):
         next(read_shard(path, "t", [1, 5], 16, {"s": ids_digest([0, 1, 3])}))
-    with pytest.raises(ValueError, match="sample s.*other token ids"):
+    with pytest.raises(ValueError, match=r"sample s.*other token ids"):
         FeatureCache([path], "t", [1, 5], 16, {"s": ids_digest([0, 1, 3])}, 0)["s"]
 
 
@@ -220,14 +220,14 @@ def test_log_probabilities_round_trip_beside_the_features(tmp_path):
         row = features_row(f"s{n}", range(4), x)
         rows.append(row | top_row(row, np.arange(n * 3), -np.sqrt(np.arange(n * 3))))
     write_shard(path, pa.Table.from_pylist(rows, schema=schema))
-    assert [torch.equal(f, x) for _, f, _ in read_shard(path, "t", [1, 5], 16)] == [True, True]
+    assert [torch.equal(f, x) for _, f in read_shard(path, "t", [1, 5], 16)] == [True, True]
     (first, ids, _), (second, _, logprobs) = read_top(path, "t", [1, 5], 16, 3)
     assert (first, second, ids.shape) == ("s4", "s2", (4, 3))
     assert ids.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert torch.equal(logprobs, -torch.arange(6).sqrt().half().view(2, 3))
     swapped = [row | {"top_ids": rows[0]["top_ids"]} for row in rows]
     write_shard(path, pa.Table.from_pylist(swapped, schema=schema))
-    with pytest.raises(ValueError, match="sample s2.*log-probabilities"):
+    with pytest.raises(ValueError, match=r"sample s2.*log-probabilities"):
         list(read_top(path, "t", [1, 5], 16, 3))
 
 
