@@ -40,7 +40,7 @@ from jobs.shape import compute_device, compute_dtype
 from jobs.slices import taus_by_slice
 from serving.acceptance import served_row
 from serving.client import Completion
-from serving.greedy import LEVEL, GreedyReport
+from serving.greedy import LEVEL, GreedyReport, Reading
 from store.files import read_json
 from store.ids import drafter_version, short_hash
 from store.schemas import ACCEPTANCE
@@ -150,11 +150,12 @@ def text_faults(text: GreedyReport) -> list[str]:
     if not text.different:
         return []
     gaps = ", ".join("unknown" if d.gap is None else f"{d.gap:.3g}" for d in text.different[:5])
+    control, drafted = text.control, text.drafted
     return [
-        f"{len(text.different)} greedy texts differ beyond what two plain runs explain (gaps "
-        f"{gaps}; bound {text.bound:.3g}; {text.requests - text.identical} of {text.requests} "
-        f"differ with the drafter, {len(text.control.differences)} of {text.control.requests} "
-        f"without, chance {text.chance:.2g}, limit {LEVEL:g})"
+        f"{len(text.different)} greedy texts differ beyond what the plain server explains (gaps "
+        f"{gaps}; bound {text.bound:.3g}; read again, {drafted.lost} of {drafted.tokens} tokens "
+        f"with the drafter are not its choice, {control.lost} of {control.tokens} of its own, "
+        f"chance {text.chance:.2g}, limit {LEVEL:g})"
     ]
 
 
@@ -172,15 +173,16 @@ def greedy_summary(text: GreedyReport) -> Row:
         "near_ties": len(text.near_ties),
         "different": len(text.different),
         "differences": [asdict(d) for d in [*text.different, *text.near_ties]],
-        "control": {
-            "requests": text.control.requests,
-            "identical": text.control.requests - len(text.control.differences),
-            "largest_gap": text.control.largest,
-            "differences": [asdict(d) for d in text.control.differences],
-        },
+        "control": reading_summary(text.control),
+        "drafted": reading_summary(text.drafted),
         "bound": text.bound,
         "chance": text.chance,
     }
+
+
+def reading_summary(reading: Reading) -> Row:
+    """How many tokens the plain server does not choose when it reads answers again."""
+    return {"tokens": reading.tokens, "lost": reading.lost, "largest_gap": reading.largest}
 
 
 def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> dict[int, list[list[int]]]:
@@ -275,23 +277,18 @@ def show_evidence(result: dict[str, Any]) -> None:
     skipped = result["reference"]["skipped"]
     if skipped:
         console.print(f"reference decoder: {skipped}")
-    control = greedy["control"]
     console.print(
         f"greedy text with the drafter: {greedy['identical']} of {greedy['requests']} identical, "
-        f"{greedy['near_ties']} near ties, {greedy['different']} different (largest gap "
-        f"{largest(greedy['differences'])}); twice without a drafter: {control['identical']} of "
-        f"{control['requests']} identical (largest gap {largest(control['differences'])})"
+        f"{greedy['near_ties']} near ties, {greedy['different']} different"
     )
+    for whose, name in (("its own answers", "control"), ("those with the drafter", "drafted")):
+        one = greedy[name]
+        console.print(
+            f"  the plain server, reading {whose} again, chooses otherwise at {one['lost']} of "
+            f"{one['tokens']} tokens (largest gap {one['largest_gap']:.3g})"
+        )
     for fault in result["faults"]:
         console.print(f"verify failed: {fault}", style="bold red")
-
-
-def largest(differences: list[Row]) -> str:
-    """The largest gap of some differences in words."""
-    gaps = [d["gap"] for d in differences]
-    if None in gaps:
-        return "unknown"
-    return f"{max(gaps):.3g}" if gaps else "none"
 
 
 if __name__ == "__main__":
