@@ -33,7 +33,7 @@ from jobs.measure import (
 from jobs.reference import check_reference
 from jobs.registry import resolve
 from jobs.report import publish
-from jobs.samples import load_rows, set_aside
+from jobs.samples import load_rows
 from jobs.serve import dtype_name, vllm_version
 from jobs.servers import Servers, require
 from jobs.shape import compute_device, compute_dtype
@@ -47,6 +47,8 @@ from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
 
 Row = dict[str, Any]
+Walks = dict[int, list[list[int]]]
+"""Accepted drafts per round of every row, by K."""
 SHOWN = 10
 
 
@@ -60,8 +62,12 @@ def run(cfg: Config) -> dict[str, Any]:
     if found is None:
         raise ValueError("there is no champion to verify: run `flywheel promote` first")
     version, folder = found
-    left_out = set_aside(cfg, read_config(folder).target_layer_ids)
-    rows = [r for r in load_rows(cfg, cfg.evaluate.split) if r["sample_id"] not in left_out]
+    held_out = load_rows(cfg, cfg.evaluate.split, taps=read_config(folder).target_layer_ids)
+    speed_domain(cfg, held_out)  # without a round there is nothing to serve
+    sha = drafter_version(drafter_sha256(folder))
+    rows, walks = stored_walks(cfg, sha, held_out)
+    if len(rows) < len(held_out):
+        console.print(f"{len(held_out) - len(rows)} samples were not evaluated and are left out")
     settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), str(compute_dtype(cfg))]
     settings += [target_id(cfg.target_path), vllm_version(), CHOICE, RULE]
     key = short_hash([drafter_sha256(folder), [r["sample_id"] for r in rows], settings])
@@ -75,7 +81,7 @@ def run(cfg: Config) -> dict[str, Any]:
         "drafter_sha256": drafter_sha256(folder),
         "target_id": target_id(cfg.target_path),
     }
-    result |= _verify(cfg, folder, str(version), rows)
+    result |= _verify(cfg, folder, str(version), rows, walks)
     return published(cfg, save_json(path, result)) | {"reused": False}
 
 
@@ -84,10 +90,11 @@ def published(cfg: Config, result: dict[str, Any]) -> dict[str, Any]:
     return result | {"report": str(publish(cfg, result["drafter_sha256"]))}
 
 
-def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[str, Any]:
+def _verify(
+    cfg: Config, folder: Path, version: str, rows: list[Row], walks: Walks
+) -> dict[str, Any]:
     domain = speed_domain(cfg, rows)
     sha = drafter_version(drafter_sha256(folder))
-    walks = stored_walks(cfg, sha, rows)
     taus = {n: tau(pick(rows, walk, domain)) for n, walk in walks.items()}
     by_slice = taus_by_slice(rows, walks)
     have = require(cfg, folder, 1, "verify")
@@ -185,19 +192,20 @@ def reading_summary(reading: Reading) -> Row:
     return {"tokens": reading.tokens, "lost": reading.lost, "largest_gap": reading.largest}
 
 
-def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> dict[int, list[list[int]]]:
-    """What `flywheel evaluate` replayed for these rows, for every K.
+def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> tuple[list[Row], Walks]:
+    """The rows that `flywheel evaluate` replayed with this drafter, and their walks for every K.
 
-    Raises ValueError if this drafter was not evaluated on all of them.
+    Raises ValueError if there is none.
     """
     mine = (pc.field("drafter_version") == sha) & (pc.field("origin") == "replay")
     columns = ["sample_id", "k", "accepted"]
     found = read_dataset(cfg.path("acceptance"), ACCEPTANCE, columns, mine).to_pylist()
     by_key = {(row["k"], row["sample_id"]): row["accepted"] for row in found}
     ks = sorted({k for k, _ in by_key})
-    if not ks or any((ks[-1], row["sample_id"]) not in by_key for row in rows):
+    rows = [row for row in rows if ks and (ks[-1], row["sample_id"]) in by_key]
+    if not rows:
         raise ValueError(f"drafter {sha} was not replayed on these samples: `flywheel evaluate`")
-    return {k: [by_key[k, row["sample_id"]] for row in rows] for k in ks}
+    return rows, {k: [by_key[k, row["sample_id"]] for row in rows] for k in ks}
 
 
 def commit_served(
