@@ -3,10 +3,10 @@
     python -m bench.false_alarms work=runs/demo target.dtype=bfloat16
     python -m bench.false_alarms work=runs/demo evaluate.drafter=FOLDER
 
-RUNS times a new draw of the traffic's prompts is answered by a plain server, by it again in other
-batches, and by a server with the drafter; each run is judged as `flywheel verify` and `flywheel
-preflight` judge theirs. The servers start once. `alarms` must be 0. Beside them stands what the
-limits are made from: rates and gaps of differing texts, rounds and drafts.
+RUNS times a new draw of the traffic's prompts is answered by a plain server and by one with the
+drafter, and the plain one reads both again; each run is judged as `flywheel verify` and `flywheel
+preflight` judge theirs. The servers start once. `alarms` must be empty. Beside them stands what the
+limits are made from: rates and gaps of tokens, rounds and drafts.
 """
 
 import json
@@ -24,14 +24,14 @@ from jobs.config import Config, load
 from jobs.console import console
 from jobs.evaluate import find_drafter
 from jobs.findings import Ours, check_drafts, check_text
-from jobs.measure import as_request, control_texts
+from jobs.measure import READ, as_request
 from jobs.samples import load_rows
 from jobs.serve import dtype_name, served_dtype, server, vllm_version
 from jobs.servers import serving
 from jobs.trial import answer_of, prepare, traces, with_noise
 from serving.client import complete
 from serving.drafts import read_drafts
-from serving.greedy import compare_texts, judge
+from serving.greedy import judge, read_again
 from serving.server import Server
 
 RUNS, REQUESTS = 20, 16
@@ -74,9 +74,10 @@ def one_run(
     """Every check on the answers to these prompts."""
     asked, at_once = [as_request(row) for row in picked], cfg.verify.concurrency
     first = complete(plain.url, asked, at_once)
-    control = control_texts(plain.url, asked, first)
+    control = read_again(plain.url, first, READ, "")
     answers = complete(drafted.url, asked, at_once)
-    text = judge(control, compare_texts(plain.url, first, answers), tie_bound(served_dtype(cfg)))
+    reading = read_again(plain.url, answers, READ, "")
+    text = judge(first, answers, control, reading, tie_bound(served_dtype(cfg)))
     names = [row["sample_id"] for row in picked]
     read = {answer.request_id: answer_of(ours, answer) for answer in answers}
     rounds = compare(
@@ -91,6 +92,7 @@ def one_run(
     ours = with_noise(cfg, find_drafter(cfg, cfg.evaluate.drafter), ours, made)
     drafts, found = check_drafts(ours, made)
     gaps = torch.cat(rounds.gaps)
+    readings = [("plain", control), ("drafted", reading)]
     checks = {
         "drafts": drafts.status == "fail",
         "text": bool(text.different),
@@ -99,8 +101,8 @@ def one_run(
     }
     return {
         "alarms": [name for name, alarm in checks.items() if alarm],
-        "texts": [text.requests - text.identical, len(control.differences)],
-        "text_gaps": [[d.gap for d in text.different + text.near_ties], gaps_of(control)],
+        "texts": [text.requests, text.identical, len(text.different)],
+        "read_again": {name: [r.tokens, r.lost, round(r.largest, 4)] for name, r in readings},
         "rounds": [rounds.rounds, len(rounds.differences), rounds.identical],
         "round_gaps": [round(d.gap, 4) for d in rounds.differences],
         "tau": [rounds.summary()["tau_replay"], rounds.summary()["tau_served"]],
@@ -112,11 +114,6 @@ def one_run(
         "token_gaps": [round(float(g), 4) for g in gaps[gaps > 0]],
         "tokens": len(gaps),
     }
-
-
-def gaps_of(texts: Any) -> list[float | None]:
-    """Gaps of all differences."""
-    return [d.gap for d in texts.differences]
 
 
 if __name__ == "__main__":

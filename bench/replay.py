@@ -20,10 +20,11 @@ from dflash.replay import Request, replay
 from dflash.target import load_target
 from jobs.config import load
 from jobs.evaluate import find_drafter
+from jobs.measure import as_request
 from jobs.samples import load_requests
 from jobs.serve import server
+from jobs.servers import serving
 from jobs.shape import end_tokens
-from jobs.verify import as_request, serving
 from serving.client import complete
 
 REQUESTS, REPEATS = 16, 3

@@ -1,6 +1,5 @@
 """What the servers of `verify` are asked: texts with and without the drafter, costs, speed."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +12,15 @@ from jobs.serve import served_dtype
 from jobs.servers import Drafts, Servers
 from jobs.shape import none_of_target
 from serving.client import Completion, Request, Speed, compare_speeds, complete
-from serving.greedy import GreedyReport, Texts, compare_texts, judge
+from serving.greedy import GreedyReport, judge, read_again
 
 Row = dict[str, Any]
-RULE = "served text, plain control"
+RULE = "served text, plain answers read again"
 """How drafters are judged, a part of what identifies a result: another rule measures again."""
 MOST = 3
 """Servers that are of use at the same time: without a drafter, at the largest K, at another."""
-CONTROL = 4
-"""Requests in flight in the second plain run, the control of texts: other batches."""
+READ = 4
+"""Answers that are read again at the same time: each is one pass over all its tokens."""
 PLAIN = {"repetition_penalty": 1.0, "min_p": 0.0}
 """Said in every request: a target's generation_config.json may make a penalty the default."""
 UNSTEADY = 1.3
@@ -49,7 +48,7 @@ def measure(cfg: Config, servers: Servers, rows: list[Row], taus: dict[int, floa
     servers.start([(), *ks])
     asked, at_once = [as_request(row) for row in rows], cfg.verify.concurrency
     plain = complete(servers.get(()).url, asked, at_once, "without a drafter")
-    control = control_texts(servers.get(()).url, asked, plain)
+    control = read_again(servers.get(()).url, plain, READ, "control")
     costs = []
     if not cfg.serve.k:  # else there is nothing to choose
         urls = {sum(k): lambda k=k: servers.get(k).url for k in [(), *ks]}
@@ -60,8 +59,8 @@ def measure(cfg: Config, servers: Servers, rows: list[Row], taus: dict[int, floa
     answers = complete(servers.get(ks[-1]).url, asked, at_once, "served")
     sides = (lambda: servers.get(()).url, lambda: servers.get(chosen).url)
     speeds = compare_speeds(sides, speed_loads(cfg, narrow), cfg.verify.repeats, servers.most > 1)
-    drafted = compare_texts(servers.get(()).url, plain, answers)
-    text = judge(control, drafted, tie_bound(served_dtype(cfg)))
+    reading = read_again(servers.get(()).url, answers, READ, "read again")
+    text = judge(plain, answers, control, reading, tie_bound(served_dtype(cfg)))
     return Measured(
         k=ks[-1][0], chosen=chosen, answers=answers, text=text, costs=costs, speeds=speeds
     )
@@ -70,12 +69,6 @@ def measure(cfg: Config, servers: Servers, rows: list[Row], taus: dict[int, floa
 def speed_loads(cfg: Config, narrow: list[Request]) -> dict[int, list[Request]]:
     """Speed is measured at concurrency 1 and 8 on the first of these, a quarter as many at 1."""
     return {1: narrow[: (cfg.verify.requests + 3) // 4], 8: narrow[: cfg.verify.requests]}
-
-
-def control_texts(url: str, asked: Sequence[Request], plain: Sequence[Completion]) -> Texts:
-    """The same requests once more without a drafter, last ones first and fewer in flight."""
-    again = complete(url, asked[::-1], CONTROL, "control")[::-1]
-    return compare_texts(url, plain, again)
 
 
 def speed_domain(cfg: Config, rows: list[Row]) -> str:

@@ -23,9 +23,9 @@ from jobs.config import Config
 from jobs.console import console, print_table, short_name
 from jobs.evaluate import domains, find_drafter, save_json
 from jobs.measure import (
+    READ,
     RULE,
     as_request,
-    control_texts,
     pooled_by_vllm,
     speed_domain,
     speed_loads,
@@ -39,7 +39,7 @@ from jobs.servers import require, serving
 from jobs.shape import none_of_target, target_config
 from serving.acceptance import DECODE_STEPS, decode_steps
 from serving.client import Completion, Request, Speed, compare_speeds, complete
-from serving.greedy import Texts, compare_texts, judge
+from serving.greedy import Reading, judge, read_again
 from serving.server import Server, drafts_per_round
 from store.files import read_json
 from store.ids import short_hash
@@ -177,7 +177,7 @@ def compare(cfg: Config, methods: Sequence[Method], rows: list[Row], parts: Path
                 f"without a drafter vLLM counted {none['rounds']} steps for {none['tokens']} "
                 f"tokens: {DECODE_STEPS} does not count rounds on this engine, so no tau is known"
             )
-        control = control_texts(plain.url, [as_request(row) for row in rows], expected)
+        control = read_again(plain.url, expected, READ, "control")
         for method in methods:
             part = parts / f"{method.name}.json"
             if part.is_file():
@@ -200,7 +200,7 @@ def attempt(
     plain: Server,
     rows: list[Row],
     expected: list[Completion],
-    control: Texts,
+    control: Reading,
     narrow: list[Request],
 ) -> tuple[Row, list[Speed]]:
     """What was measured with this method, or why nothing was."""
@@ -209,10 +209,10 @@ def attempt(
     try:
         with start(cfg, method) as running:
             answers, counts = ask(cfg, running.url, rows, method.name)
-            drafted = compare_texts(plain.url, expected, answers)
+            reading = read_again(plain.url, answers, READ, f"{method.name}, read again")
             sides = (lambda: plain.url, lambda: running.url)
             speeds = compare_speeds(sides, speed_loads(cfg, narrow), cfg.verify.repeats)
-        text = judge(control, drafted, tie_bound(served_dtype(cfg)))
+        text = judge(expected, answers, control, reading, tie_bound(served_dtype(cfg)))
     except ValueError as error:
         if not plain.is_up():
             raise
@@ -228,7 +228,8 @@ def attempt(
             "identical": text.identical,
             "near_ties": len(text.near_ties),
             "different": len(text.different),
-            "control_identical": control.requests - len(control.differences),
+            "lost": [reading.lost, reading.tokens],
+            "control_lost": [control.lost, control.tokens],
         },
         "speeds": [summarise(one) for one in speeds],
     }

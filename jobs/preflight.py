@@ -6,7 +6,6 @@ row per check says what was found and what to do; where something differs, the l
 named. Kept in <work>/preflight; exits 1 if a check fails.
 """
 
-import hashlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ from jobs.console import print_finding, print_table
 from jobs.contract import contract
 from jobs.doctor import Check
 from jobs.evaluate import find_drafter, save_json
+from jobs.measure import RULE
 from jobs.report import publish
 from jobs.serve import dtype_name, vllm_version
+from jobs.shape import compute_dtype
 from jobs.trial import trial
 from store.files import read_json
 from store.ids import short_hash
@@ -61,16 +62,15 @@ def run(cfg: Config) -> dict[str, Any]:
 
 def result_path(cfg: Config, folder: Path) -> Path:
     """Where the result stands for these bytes, this target, these serving settings, this vLLM."""
-    config = folder / "config.json"
     serve = asdict(cfg.serve)
     for name in ("host", "port", "drafter", "capture"):  # nothing that a draft depends on
         del serve[name]
     key = short_hash(
         [
             drafter_sha256(folder),
-            hashlib.sha256(config.read_bytes() if config.is_file() else b"").hexdigest(),
             target_id(cfg.target_path),
-            [dtype_name(cfg), serve, cfg.preflight.requests, cfg.evaluate.split],
+            [dtype_name(cfg), str(compute_dtype(cfg)), serve, RULE],
+            [cfg.preflight.requests, cfg.evaluate.split],
             vllm_version(),
         ]
     )

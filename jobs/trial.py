@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from dflash.agreement import TIES
-from dflash.checkpoint import load_drafter
+from dflash.checkpoint import load_drafter, read_config
 from dflash.diagnose import Answer, Trace, draft_logits, own_noise, read_answer
 from dflash.hypotheses import hypotheses
 from dflash.target import load_target
@@ -36,7 +36,7 @@ from jobs.findings import (
 )
 from jobs.measure import PLAIN, as_request
 from jobs.reference import too_large
-from jobs.samples import load_rows, set_aside, with_features
+from jobs.samples import load_rows, with_features
 from jobs.serve import server
 from jobs.servers import require
 from jobs.shape import compute_device, compute_dtype, none_of_target, target_config
@@ -57,7 +57,7 @@ def trial(cfg: Config, folder: Path) -> tuple[list[Check], dict[str, Any]]:
     The server comes first and is gone before our models are loaded: a GPU holds one of them.
     Raises ValueError without held-out samples, or memory; a server that does not start is a row.
     """
-    rows = held_out(cfg)
+    rows = held_out(cfg, folder)
     k = max(check_drafter(folder, cfg.target_path, cfg.serve.k, cfg.serve.max_model_len))
     require(cfg, folder, 1, "preflight")
     served, error = None, ""
@@ -109,14 +109,10 @@ def traces(
     ]
 
 
-def held_out(cfg: Config) -> list[Row]:
+def held_out(cfg: Config, folder: Path) -> list[Row]:
     """The first `preflight.requests` greedy rows with a round. Raises ValueError without any."""
-    left_out = set_aside(cfg)
-    rows = [
-        row
-        for row in load_rows(cfg, cfg.evaluate.split)
-        if len(row["output_ids"]) > 1 and row["sample_id"] not in left_out
-    ]
+    rows = load_rows(cfg, cfg.evaluate.split, taps=read_config(folder).target_layer_ids)
+    rows = [row for row in rows if len(row["output_ids"]) > 1]
     if not rows:
         fix = "ingest more conversations or set evaluate.split"
         raise none_of_target(cfg, f"greedy {cfg.evaluate.split} sample", fix)

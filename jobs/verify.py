@@ -33,20 +33,22 @@ from jobs.measure import (
 from jobs.reference import check_reference
 from jobs.registry import resolve
 from jobs.report import publish
-from jobs.samples import load_rows, set_aside
+from jobs.samples import load_rows
 from jobs.serve import dtype_name, vllm_version
 from jobs.servers import Servers, require
 from jobs.shape import compute_device, compute_dtype
 from jobs.slices import taus_by_slice
 from serving.acceptance import served_row
 from serving.client import Completion
-from serving.greedy import LEVEL, GreedyReport
+from serving.greedy import LEVEL, GreedyReport, Reading
 from store.files import read_json
 from store.ids import drafter_version, short_hash
 from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
 
 Row = dict[str, Any]
+Walks = dict[int, list[list[int]]]
+"""Accepted drafts per round of every row, by K."""
 SHOWN = 10
 
 
@@ -60,8 +62,12 @@ def run(cfg: Config) -> dict[str, Any]:
     if found is None:
         raise ValueError("there is no champion to verify: run `flywheel promote` first")
     version, folder = found
-    left_out = set_aside(cfg, read_config(folder).target_layer_ids)
-    rows = [r for r in load_rows(cfg, cfg.evaluate.split) if r["sample_id"] not in left_out]
+    held_out = load_rows(cfg, cfg.evaluate.split, taps=read_config(folder).target_layer_ids)
+    speed_domain(cfg, held_out)  # without a round there is nothing to serve
+    sha = drafter_version(drafter_sha256(folder))
+    rows, walks = stored_walks(cfg, sha, held_out)
+    if len(rows) < len(held_out):
+        console.print(f"{len(held_out) - len(rows)} samples were not evaluated and are left out")
     settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), str(compute_dtype(cfg))]
     settings += [target_id(cfg.target_path), vllm_version(), CHOICE, RULE]
     key = short_hash([drafter_sha256(folder), [r["sample_id"] for r in rows], settings])
@@ -75,7 +81,7 @@ def run(cfg: Config) -> dict[str, Any]:
         "drafter_sha256": drafter_sha256(folder),
         "target_id": target_id(cfg.target_path),
     }
-    result |= _verify(cfg, folder, str(version), rows)
+    result |= _verify(cfg, folder, str(version), rows, walks)
     return published(cfg, save_json(path, result)) | {"reused": False}
 
 
@@ -84,10 +90,11 @@ def published(cfg: Config, result: dict[str, Any]) -> dict[str, Any]:
     return result | {"report": str(publish(cfg, result["drafter_sha256"]))}
 
 
-def _verify(cfg: Config, folder: Path, version: str, rows: list[Row]) -> dict[str, Any]:
+def _verify(
+    cfg: Config, folder: Path, version: str, rows: list[Row], walks: Walks
+) -> dict[str, Any]:
     domain = speed_domain(cfg, rows)
     sha = drafter_version(drafter_sha256(folder))
-    walks = stored_walks(cfg, sha, rows)
     taus = {n: tau(pick(rows, walk, domain)) for n, walk in walks.items()}
     by_slice = taus_by_slice(rows, walks)
     have = require(cfg, folder, 1, "verify")
@@ -150,11 +157,12 @@ def text_faults(text: GreedyReport) -> list[str]:
     if not text.different:
         return []
     gaps = ", ".join("unknown" if d.gap is None else f"{d.gap:.3g}" for d in text.different[:5])
+    control, drafted = text.control, text.drafted
     return [
-        f"{len(text.different)} greedy texts differ beyond what two plain runs explain (gaps "
-        f"{gaps}; bound {text.bound:.3g}; {text.requests - text.identical} of {text.requests} "
-        f"differ with the drafter, {len(text.control.differences)} of {text.control.requests} "
-        f"without, chance {text.chance:.2g}, limit {LEVEL:g})"
+        f"{len(text.different)} greedy texts differ beyond what the plain server explains (gaps "
+        f"{gaps}; bound {text.bound:.3g}; read again, {drafted.lost} of {drafted.tokens} tokens "
+        f"with the drafter are not its choice, {control.lost} of {control.tokens} of its own, "
+        f"chance {text.chance:.2g}, limit {LEVEL:g})"
     ]
 
 
@@ -172,30 +180,32 @@ def greedy_summary(text: GreedyReport) -> Row:
         "near_ties": len(text.near_ties),
         "different": len(text.different),
         "differences": [asdict(d) for d in [*text.different, *text.near_ties]],
-        "control": {
-            "requests": text.control.requests,
-            "identical": text.control.requests - len(text.control.differences),
-            "largest_gap": text.control.largest,
-            "differences": [asdict(d) for d in text.control.differences],
-        },
+        "control": reading_summary(text.control),
+        "drafted": reading_summary(text.drafted),
         "bound": text.bound,
         "chance": text.chance,
     }
 
 
-def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> dict[int, list[list[int]]]:
-    """What `flywheel evaluate` replayed for these rows, for every K.
+def reading_summary(reading: Reading) -> Row:
+    """How many tokens the plain server does not choose when it reads answers again."""
+    return {"tokens": reading.tokens, "lost": reading.lost, "largest_gap": reading.largest}
 
-    Raises ValueError if this drafter was not evaluated on all of them.
+
+def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> tuple[list[Row], Walks]:
+    """The rows that `flywheel evaluate` replayed with this drafter, and their walks for every K.
+
+    Raises ValueError if there is none.
     """
     mine = (pc.field("drafter_version") == sha) & (pc.field("origin") == "replay")
     columns = ["sample_id", "k", "accepted"]
     found = read_dataset(cfg.path("acceptance"), ACCEPTANCE, columns, mine).to_pylist()
     by_key = {(row["k"], row["sample_id"]): row["accepted"] for row in found}
     ks = sorted({k for k, _ in by_key})
-    if not ks or any((ks[-1], row["sample_id"]) not in by_key for row in rows):
+    rows = [row for row in rows if ks and (ks[-1], row["sample_id"]) in by_key]
+    if not rows:
         raise ValueError(f"drafter {sha} was not replayed on these samples: `flywheel evaluate`")
-    return {k: [by_key[k, row["sample_id"]] for row in rows] for k in ks}
+    return rows, {k: [by_key[k, row["sample_id"]] for row in rows] for k in ks}
 
 
 def commit_served(
@@ -275,23 +285,18 @@ def show_evidence(result: dict[str, Any]) -> None:
     skipped = result["reference"]["skipped"]
     if skipped:
         console.print(f"reference decoder: {skipped}")
-    control = greedy["control"]
     console.print(
         f"greedy text with the drafter: {greedy['identical']} of {greedy['requests']} identical, "
-        f"{greedy['near_ties']} near ties, {greedy['different']} different (largest gap "
-        f"{largest(greedy['differences'])}); twice without a drafter: {control['identical']} of "
-        f"{control['requests']} identical (largest gap {largest(control['differences'])})"
+        f"{greedy['near_ties']} near ties, {greedy['different']} different"
     )
+    for whose, name in (("its own answers", "control"), ("those with the drafter", "drafted")):
+        one = greedy[name]
+        console.print(
+            f"  the plain server, reading {whose} again, chooses otherwise at {one['lost']} of "
+            f"{one['tokens']} tokens (largest gap {one['largest_gap']:.3g})"
+        )
     for fault in result["faults"]:
         console.print(f"verify failed: {fault}", style="bold red")
-
-
-def largest(differences: list[Row]) -> str:
-    """The largest gap of some differences in words."""
-    gaps = [d["gap"] for d in differences]
-    if None in gaps:
-        return "unknown"
-    return f"{max(gaps):.3g}" if gaps else "none"
 
 
 if __name__ == "__main__":

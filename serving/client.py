@@ -44,6 +44,7 @@ class Completion:
     finish_reason: str
     spec: dict[str, Any] | None
     top_logprobs: list[dict[int, float]]  # per output token, where `extra` asked for them
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # per prompt token, too
     started: float  # seconds since the epoch
     seconds: float
     decode_seconds: float | None  # from the first output token to the last, by vLLM's clock
@@ -113,6 +114,10 @@ async def _ask(client: httpx.AsyncClient, request: Request) -> Completion:
         finish_reason=choice["finish_reason"],
         spec=metrics.get("speculative_decoding"),
         top_logprobs=_top_logprobs(choice),
+        prompt_logprobs=[
+            {int(token): told["logprob"] for token, told in (top or {}).items()}
+            for top in choice.get("prompt_logprobs") or []
+        ],
         started=started,
         seconds=time.perf_counter() - clock,
         decode_seconds=None if decode_ms is None else decode_ms / 1000,

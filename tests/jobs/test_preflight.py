@@ -58,7 +58,7 @@ def ours(work):
 
 def prepared(work, folder):
     cfg = configure(work)
-    return trial.prepare(cfg, folder, trial.held_out(cfg))
+    return trial.prepare(cfg, folder, trial.held_out(cfg, folder))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from dflash.model import drafter_of
 from jobs import cli, evaluate, servers, verify
 from jobs.config import load
-from serving.greedy import Difference, Texts, judge
+from serving.greedy import Difference
 from tests.work import CHAT_SETTINGS, make_chats
 
 pytest.importorskip("vllm")
@@ -66,11 +66,9 @@ def test_a_right_drafter_passes_in_bfloat16(first):
     result, _ = first
     assert result["ok"], result["faults"]
     assert result["greedy"]["different"] == 0
-    assert (
-        result["greedy"]["control"]["requests"]
-        == result["requests"]
-        == result["same_text"]["requests"]
-    )
+    assert result["same_text"]["requests"] == result["requests"]
+    read = [result["greedy"][name]["tokens"] for name in ("control", "drafted")]
+    assert min(read) > 20 * result["requests"]
     compared = result["comparison"]
     assert compared["rounds"] == result["rounds"] > 50
     assert compared["faults"] == []
@@ -126,14 +124,15 @@ def test_an_engine_that_computes_another_drafter_fails(first, work, monkeypatch,
 
 
 def test_texts_that_the_control_does_not_explain_fail(first, work, monkeypatch, capsys):
-    n = first[1].text.requests
     wrong = Difference(index=0, position=3, plain_id=1, drafted_id=2, gap=5.0)
-    report = judge(Texts(requests=n), Texts(requests=n, differences=[wrong]), 0.7)
+    report = replace(first[1].text, different=[wrong], bound=0.7)
     assert again(monkeypatch, work, replace(first[1], text=report)) == 1
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["greedy"]["different"] == 1
     [fault] = summary["faults"]
-    assert "1 greedy texts differ beyond what two plain runs explain (gaps 5; bound 0.7;" in fault
+    assert (
+        "1 greedy texts differ beyond what the plain server explains (gaps 5; bound 0.7;" in fault
+    )
 
 
 def test_without_memory_for_one_server_it_is_refused_at_once(work, champion, monkeypatch):

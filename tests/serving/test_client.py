@@ -10,7 +10,7 @@ import pytest
 
 from serving.acceptance import rounds, served_row
 from serving.client import Completion, Request, compare_speeds, complete, counter
-from serving.greedy import compare_texts, judge
+from serving.greedy import read_again
 
 PROMPT = [1, 2]
 
@@ -40,6 +40,9 @@ class Handler(BaseHTTPRequestHandler):
         if "logprobs" in body:
             top = {"token_id:7": -1.0, "token_id:8": -1.0005, "token_id:9": -3.0}
             choice["logprobs"] = {"top_logprobs": [top]}
+        if "prompt_logprobs" in body:
+            told = {7: {"logprob": -1.0}, 8: {"logprob": -1.5}, 9: {"logprob": -4.0}}
+            choice["prompt_logprobs"] = [None, *[told] * (len(body["prompt"]) - 1)]
         answer = {"id": "r", "prompt_token_ids": PROMPT, "choices": [choice], "metrics": None}
         data = json.dumps(answer if status == 200 else {"error": "unlucky"}).encode()
         self.send_response(status)
@@ -156,20 +159,16 @@ def test_where_one_server_fits_each_side_has_all_its_passes_at_once(passes):
     assert [s.drafted for s in speeds] == [[15.0, 60.0], [80.0, 7.0]]
 
 
-def test_the_first_difference_of_two_texts_is_a_tie_or_not(server):
-    plain = [answer([5, 7, 1]), answer([5, 7]), answer([5, 7]), answer([5, 7]), answer([5])]
-    drafted = [answer([5, 7, 1]), answer([5, 8]), answer([5, 9]), answer([5, 6]), answer([5, 7])]
-    same = [answer([5, 7, 1])] * 5
-    control = compare_texts(server.url, same, same)
-    report = judge(control, compare_texts(server.url, plain, drafted), 1e-3)
-    assert (report.requests, report.identical) == (5, 1)
-    [tie] = report.near_ties
-    assert (tie.index, tie.position, tie.plain_id, tie.drafted_id) == (1, 1, 7, 8)
-    assert tie.gap == pytest.approx(0.0005)
-    gaps = {one.index: one.gap for one in report.different}
-    assert gaps == {2: pytest.approx(2.0), 3: None, 4: None}
-    asked = [body["prompt"] for _, body, _ in server.seen]
-    assert asked == [[*PROMPT, 5]] * 3
+def test_answers_are_read_again_in_one_pass_each(server):
+    """The last token is what the server is asked for: an answer that fills the context fits."""
+    found = read_again(server.url, [answer([7, 8, 9]), answer([8])], 1, "")
+    assert found.gaps == [
+        [pytest.approx(0.0), pytest.approx(0.5), pytest.approx(2.0)],
+        [pytest.approx(0.0005)],
+    ]
+    assert (found.tokens, found.lost) == (4, 3)
+    assert [body["prompt"] for _, body, _ in server.seen] == [[*PROMPT, 7, 8], PROMPT]
+    assert {body["max_tokens"] for _, body, _ in server.seen} == {1}
 
 
 def test_served_rounds_are_cut_at_the_end_of_the_answer():

@@ -21,7 +21,7 @@ from dflash.replay import replay
 from dflash.target import load_target
 from serving.acceptance import rounds
 from serving.client import Request, complete
-from serving.greedy import compare_texts, judge
+from serving.greedy import judge, read_again
 from serving.server import Server
 from tests.serving.conftest import LEARNED, TAPS, VOCABULARY
 
@@ -89,12 +89,12 @@ def test_a_drafter_changes_no_greedy_text_and_every_answer_is_captured(
     ) as drafted:
         assert drafted.k == (3, 3, 2)
         expected = complete(plain.url, REQUESTS, 6)
-        control = compare_texts(
-            plain.url, greedy(expected), greedy(complete(plain.url, REQUESTS, 2))
-        )
+        control = read_again(plain.url, greedy(expected), 2, "")
         answers = complete(drafted.url, REQUESTS, 6)
-        found = compare_texts(plain.url, greedy(expected), greedy(answers))
-    report = judge(control, found, tie_bound(torch.float32))
+        reading = read_again(plain.url, greedy(answers), 2, "")
+    bound = tie_bound(torch.float32)
+    report = judge(greedy(expected), greedy(answers), control, reading, bound)
+    assert (control.tokens, control.largest < bound) == (3 * 24, True)
     assert report.different == []
     assert report.identical + len(report.near_ties) == 3
     for answer in answers:

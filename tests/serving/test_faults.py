@@ -20,7 +20,7 @@ from jobs import comparison, findings
 from serving.acceptance import rounds
 from serving.client import Completion
 from serving.drafts import drafted, read_drafts
-from serving.greedy import Difference, Texts, judge
+from serving.greedy import Reading, judge
 from tests.serving.conftest import TAPS
 from tests.serving.faulty_engine import MAX_TOKENS, OTHER_MASK, OTHER_THETA
 from tests.tiny import learn
@@ -211,27 +211,24 @@ def test_another_target_and_a_lenient_verification_show_in_the_text(
 
 
 def test_a_lenient_verification_is_not_lossless(served, drafter, target):
-    """Judged as verify does: the plain texts, and gaps behind the shared prefix."""
+    """Judged as verify does, with our target as the reader: its own rounding is the control."""
     plain, lenient = served("healthy")[0], served("lenient")[0]
-    parted = [
-        difference(target, i, a, b)
-        for i, (a, b) in enumerate(zip(plain, lenient, strict=True))
-        if a.output_ids != b.output_ids
-    ]
-    drafted = Texts(requests=len(plain), differences=parted)
-    report = judge(Texts(requests=len(plain)), drafted, tie_bound(target.dtype))
-    assert report.different, [d.gap for d in parted]
+    control, reading = (read_by_us(target, answers) for answers in (plain, lenient))
+    bound = tie_bound(target.dtype)
+    report = judge(plain, lenient, control, reading, bound)
+    print("lenient", target.dtype, control.lost, control.largest, reading.lost, reading.largest)
+    assert report.different
+    assert judge(plain, plain, control, control, bound).different == []
 
 
-def difference(target, index, plain, other):
-    at = next(
-        i for i, (a, b) in enumerate(zip(plain.output_ids, other.output_ids, strict=True)) if a != b
-    )
-    last = target.features([plain.prompt_ids + plain.output_ids[:at]], [0])[0].last[-1:]
-    logits = target.logits(last).float()[0]
-    a, b = plain.output_ids[at], other.output_ids[at]
-    gap = float(abs(logits[a] - logits[b]))
-    return Difference(index=index, position=at, plain_id=a, drafted_id=b, gap=gap)
+def read_by_us(target, answers):
+    found = []
+    for one in answers:
+        last = target.features([one.prompt_ids + one.output_ids], [0])[0].last
+        told = target.logits(last[len(one.prompt_ids) - 1 : -1]).float().log_softmax(-1)
+        chosen = told.gather(1, torch.tensor(one.output_ids)[:, None])[:, 0]
+        found.append((told.max(-1).values - chosen).tolist())
+    return Reading(gaps=found)
 
 
 def test_drafts_after_a_cached_prefix_are_ours_and_stale_keys_are_caught(
