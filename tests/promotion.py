@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -12,7 +13,7 @@ from dflash.model import Drafter
 from dflash.target import target_id
 from jobs import promote
 from jobs.config import Config
-from jobs.registry import Registry
+from jobs.registry import Registry, resolve
 from store import promotions
 
 SHAPE = DrafterConfig(
@@ -87,6 +88,13 @@ def promoted(cfg: Config, name: str, seed: int, against=None, **kwargs):
     folder = make_drafter(cfg, name, seed)
     evaluate(cfg, folder, against=against, **kwargs)
     return folder, promote.run(replace(cfg, promote=replace(cfg.promote, drafter=str(folder))))
+
+
+def opened(cfg: Config, name: str) -> tuple[str, Path]:
+    """Number and folder of an alias or version that must be there."""
+    found = resolve(cfg, name)
+    assert found is not None
+    return found
 
 
 def aliases(cfg: Config):
