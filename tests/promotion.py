@@ -37,7 +37,9 @@ SHAPE = DrafterConfig(
 def make_target(cfg: Config, **changes):
     folder = cfg.path("target")
     folder.mkdir(exist_ok=True)
-    shape = {"hidden_size": 16, "vocab_size": 50, "num_hidden_layers": 4} | changes
+    shape = {"hidden_size": 16, "vocab_size": 50, "num_hidden_layers": 4}
+    shape |= {"intermediate_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64}
+    shape |= {"rms_norm_eps": 1e-5} | changes
     (folder / "config.json").write_text(json.dumps(shape))
     save_file({"w": torch.zeros(4)}, folder / "model.safetensors")
 
