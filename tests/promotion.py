@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -12,7 +13,7 @@ from dflash.model import Drafter
 from dflash.target import target_id
 from jobs import promote
 from jobs.config import Config
-from jobs.registry import Registry
+from jobs.registry import Registry, resolve
 from store import promotions
 
 SHAPE = DrafterConfig(
@@ -36,7 +37,9 @@ SHAPE = DrafterConfig(
 def make_target(cfg: Config, **changes):
     folder = cfg.path("target")
     folder.mkdir(exist_ok=True)
-    shape = {"hidden_size": 16, "vocab_size": 50, "num_hidden_layers": 4} | changes
+    shape = {"hidden_size": 16, "vocab_size": 50, "num_hidden_layers": 4}
+    shape |= {"intermediate_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64}
+    shape |= {"rms_norm_eps": 1e-5} | changes
     (folder / "config.json").write_text(json.dumps(shape))
     save_file({"w": torch.zeros(4)}, folder / "model.safetensors")
 
@@ -87,6 +90,13 @@ def promoted(cfg: Config, name: str, seed: int, against=None, **kwargs):
     folder = make_drafter(cfg, name, seed)
     evaluate(cfg, folder, against=against, **kwargs)
     return folder, promote.run(replace(cfg, promote=replace(cfg.promote, drafter=str(folder))))
+
+
+def opened(cfg: Config, name: str) -> tuple[str, Path]:
+    """Number and folder of an alias or version that must be there."""
+    found = resolve(cfg, name)
+    assert found is not None
+    return found
 
 
 def aliases(cfg: Config):

@@ -15,7 +15,16 @@ from jobs import cli, preflight, promote, registry, rollback
 from jobs.config import load
 from jobs.registry import Registry, lease
 from store import promotions
-from tests.promotion import SHAPE, actions, aliases, evaluate, make_drafter, make_target, promoted
+from tests.promotion import (
+    SHAPE,
+    actions,
+    aliases,
+    evaluate,
+    make_drafter,
+    make_target,
+    opened,
+    promoted,
+)
 
 
 @pytest.fixture
@@ -190,12 +199,6 @@ def test_user_errors_are_one_message(cfg, capsys):
     assert "no champion" in capsys.readouterr().err
     evaluate(cfg, folder, tau=1.0)
     assert cli.main(["promote", str(folder), f"work={cfg.work}"]) == 1
-
-
-def opened(cfg, name):
-    found = registry.resolve(cfg, name)
-    assert found is not None
-    return found
 
 
 def test_resolve_checks_the_drafter_and_names_the_folder(cfg):

@@ -22,7 +22,7 @@ from jobs.mlflow_client import MlflowFault
 from jobs.registry import FIELDS, OLD_SHA256, SHA256, Registry
 from jobs.tracking import Tracker, attach, metric_name
 from tests import promotion
-from tests.promotion import aliases, make_drafter, make_target, promoted
+from tests.promotion import aliases, make_drafter, make_target, opened, promoted
 from tests.work import RIVAL_SETTINGS
 
 HOSTILE = [
@@ -105,30 +105,31 @@ def test_promotion_through_a_server(remote):
     second, _ = promoted(remote, "two", 2, against=first)
     for folder in (first, second):
         shutil.rmtree(folder)
-    version, found = serve._drafter(remote.override("serve", drafter="champion"))[::-1]
+    found, version = serve._drafter(remote.override("serve", drafter="champion"))
     assert version == "2"
+    assert found is not None
     assert found.is_relative_to(remote.path("downloads"))
     other = replace(remote, work=str(remote.path("another-machine")))
-    assert registry.resolve(other, "champion")[1].name == "two"
+    assert opened(other, "champion")[1].name == "two"
     assert rollback.run(remote)["version"] == "1"
     assert aliases(remote) == {"champion": "1", "previous": "2"}
-    _, summary = promoted(remote, "two", 2, against=registry.resolve(remote, "1")[1])
+    _, summary = promoted(remote, "two", 2, against=opened(remote, "1")[1])
     assert "was rolled back" in summary["reasons"][0]
-    third, summary = promoted(remote, "three", 3, against=registry.resolve(remote, "1")[1])
+    third, summary = promoted(remote, "three", 3, against=opened(remote, "1")[1])
     assert (summary["decision"], summary["version"]) == ("promoted", "3")
     source = Registry(remote).client.get_model_version(remote.mlflow.model, "3").source
-    assert source.startswith("mlflow-artifacts:/")
-    assert drafter_sha256(registry.resolve(remote, "champion")[1]) == drafter_sha256(third)
+    assert str(source).startswith("mlflow-artifacts:/")
+    assert drafter_sha256(opened(remote, "champion")[1]) == drafter_sha256(third)
 
 
 def test_the_download_is_verified_each_time_and_fetched_anew_if_it_changed(remote, kept):
     promoted(remote, "one", 1)
-    folder = registry.resolve(remote, "champion")[1]
+    folder = opened(remote, "champion")[1]
     (folder / WEIGHTS).write_bytes(b"rotten")
-    assert registry.resolve(remote, "champion")[1] == folder
+    assert opened(remote, "champion")[1] == folder
     assert (folder / WEIGHTS).stat().st_size > 100
     version = Registry(remote).client.get_model_version(remote.mlflow.model, "1")
-    (stored,) = kept.rglob(f"{version.source.split(':/')[1]}/{WEIGHTS}")
+    (stored,) = kept.rglob(f"{str(version.source).split(':/')[1]}/{WEIGHTS}")
     stored.write_bytes(b"rotten")
     (folder / WEIGHTS).write_bytes(b"rotten")
     with pytest.raises(ValueError, match="holds another drafter than was registered"):
@@ -156,7 +157,7 @@ def test_an_interrupted_upload_is_finished_by_the_next_run(where, request, monke
     client = Registry(cfg).client
     assert [m.name for m in client.search_registered_models() if m.name == cfg.mlflow.model] == []
     assert promote.run(cfg)["decision"] == "promoted"
-    assert drafter_sha256(registry.resolve(cfg, "champion")[1]) == drafter_sha256(folder)
+    assert drafter_sha256(opened(cfg, "champion")[1]) == drafter_sha256(folder)
 
 
 def test_a_store_that_changes_what_it_gets_registers_nothing(cfg, monkeypatch, capsys):
@@ -258,7 +259,7 @@ def test_any_other_name_is_quoted(cfg, name):
     first, summary = promoted(cfg, 'it\'s "one"', 1)
     assert summary["decision"] == "promoted"
     assert promoted(cfg, "copy", 1)[1]["decision"] == "unchanged"
-    assert drafter_sha256(registry.resolve(cfg, "champion")[1]) == drafter_sha256(first)
+    assert drafter_sha256(opened(cfg, "champion")[1]) == drafter_sha256(first)
     near = cfg.override("mlflow", model=name.replace("'", "_").replace('"', "_"))
     assert near.mlflow.model == name or registry.resolve(near, "champion") is None
 
@@ -290,7 +291,7 @@ def test_labels_of_any_text_are_stored(where, request, tmp_path):
     evaluation["tau"]["domains"] = dict.fromkeys(HOSTILE, 2.0)
     path.write_text(json.dumps(evaluation))
     assert promote.run(cfg)["decision"] == "promoted"
-    assert drafter_sha256(registry.resolve(cfg, "champion")[1]) == drafter_sha256(folder)
+    assert drafter_sha256(opened(cfg, "champion")[1]) == drafter_sha256(folder)
     tags = Registry(cfg).client.get_model_version(cfg.mlflow.model, "1").tags
     assert json.loads(tags["eval.tau.domains"]) == {"domains": 10, "lowest": 2.0, "highest": 2.0}
 
@@ -332,7 +333,7 @@ def test_a_registry_that_may_only_be_read(cfg):
     try:
         cfg.path("mlflow.db").chmod(0o444)
         cfg.path().chmod(0o555)
-        assert registry.resolve(cfg, "champion")[0] == "1"
+        assert opened(cfg, "champion")[0] == "1"
     finally:
         cfg.path().chmod(0o755)
 
@@ -347,4 +348,4 @@ def test_evaluate_and_promote_through_a_server(rivals, tmp_path, server, capsys)
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["decision"] == "promoted"
     cfg = load(None, words)
-    assert evaluate.find_drafter(cfg, "").name == registry.resolve(cfg, "champion")[1].name
+    assert evaluate.find_drafter(cfg, "").name == opened(cfg, "champion")[1].name
