@@ -177,9 +177,7 @@ class _Batch:
         """Of each request with an accepted draft that is not the argmax, the place of the first;
         the argmaxes become candidates.
         """
-        hidden, tokens, owners, places = (
-            torch.cat(parts) for parts in zip(*accepted, strict=True)
-        )
+        hidden, tokens, owners, places = (torch.cat(parts) for parts in zip(*accepted, strict=True))
         best = [against(part, self.head).argmax(-1) for part in hidden.split(ROWS_PER_CHUNK)]
         best = torch.cat(best)
         wrong = self.tokens[best] != tokens

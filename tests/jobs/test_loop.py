@@ -22,6 +22,7 @@ from jobs import evaluate, harvest, train
 from jobs.checkpoints import newest_state, read_state, states_folder
 from jobs.config import load
 from jobs.feed import LazySamples, feature_cache, training_set
+from jobs.pin import live_pin
 from jobs.shape import drafter_config
 from jobs.tracking import Tracker
 from store.schemas import ACCEPTANCE, FEATURES
@@ -30,8 +31,9 @@ from tests.work import SETTINGS, configure, make_base
 
 
 def first_sample(cfg):
-    samples = training_set(cfg, 4).samples
-    return LazySamples(samples, feature_cache(cfg, [samples[0].sample_id], 0))[0]
+    pin = live_pin(cfg)
+    samples = training_set(cfg, pin, 4).samples
+    return LazySamples(samples, feature_cache(cfg, pin, [samples[0].sample_id], 0))[0]
 
 
 def test_harvest_stores_the_targets_features_and_reuses_them(work):
@@ -148,7 +150,7 @@ def test_a_run_continues_when_its_base_has_moved(work, tmp_path):
 
 def test_a_largest_length_cuts_samples_and_is_another_run(work):
     cfg = configure(work, "train.steps=3")
-    whole = training_set(cfg, 4).lengths
+    whole = training_set(cfg, live_pin(cfg), 4).lengths
     longest = sorted(whole)[len(whole) // 2]
     short = configure(work, "train.steps=3", f"train.max_length={longest}")
     plan = train.plan(short)["plan"]
