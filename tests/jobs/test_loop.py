@@ -19,7 +19,6 @@ from dflash.checkpoint import convert_folder, save_drafter
 from dflash.model import new_drafter
 from dflash.target import load_target, target_id
 from jobs import evaluate, harvest, train
-from jobs.checkpoints import newest_state, read_state, states_folder
 from jobs.config import load
 from jobs.feed import LazySamples, feature_cache, training_set
 from jobs.pin import live_pin
@@ -78,20 +77,6 @@ def test_train_then_evaluate(work):
     full = [row["accepted"] for row in rows if row["k"] == 4]
     assert tau(full) == pytest.approx(evaluation["tau"]["pooled"])
     assert {row["k"] for row in rows} == {1, 2, 3, 4}
-
-
-def test_bfloat16_trains_and_replays(work):
-    """What a CPU with bfloat16 units gets from target.dtype=auto; weights stay float32."""
-    cfg = configure(work, "target.dtype=bfloat16", "train.steps=3")
-    trained = train.run(cfg)
-    evaluation = evaluate.run(cfg.override("evaluate", drafter=trained["folder"]))
-    assert 1.0 <= evaluation["tau"]["pooled"] <= 5.0
-    newest = newest_state(states_folder(cfg, trained["name"]))
-    assert newest is not None
-    state = read_state(newest)
-    tensors = [*state["drafter"].values(), *state["best_weights"].values()]
-    tensors += [t for o in state["optimizers"] for s in o["state"].values() for t in s.values()]
-    assert {t.dtype for t in tensors if t.is_floating_point()} == {torch.float32}
 
 
 def test_training_on_captured_log_probabilities(work):
