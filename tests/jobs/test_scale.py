@@ -1,6 +1,9 @@
 """One run, whatever executes it: workers, shards, kills, and what a plan says before."""
 
+import os
 import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +26,7 @@ from jobs.pin import live_pin, run_name
 from jobs.shape import drafter_config
 from jobs.tracking import Tracker
 from tests.tiny import memorise
+from tests.work import SETTINGS as WORK
 from tests.work import configure, make_base
 
 # 3 samples on 2 workers: a rank has a step without a second sample. Small steps: float order grows.
@@ -295,3 +299,36 @@ def test_plan_tells_start_resume_and_reuse_and_its_numbers_hold(work, fresh, one
     assert found["disk_bytes"]["drafter"] == pytest.approx(exported.stat().st_size, rel=0.1)
     memory = sum(found["memory_bytes"].values())
     assert memory / 2 < summary["peak_memory_bytes"] < memory * 2
+
+
+@pytest.mark.slow
+def test_a_cluster_of_one_cpu_trains_and_refuses_two_workers(fresh):
+    """As in a container with `--cpus=1`: Ray would wait for a second CPU for ever."""
+    words = [f"work={fresh}", *WORK, *SETTINGS, "train.steps=2", "ray.num_cpus=1"]
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+
+    def run(*more):
+        command = [sys.executable, "-m", "jobs.train", *words, *more]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+
+    two = run("train.workers=2")
+    assert two.returncode == 2
+    assert "train.workers=2, but the local Ray cluster has 1 CPUs" in two.stderr
+    assert "Traceback" not in two.stderr
+    assert run().returncode == 0
+
+
+def test_workers_get_what_one_machine_can_give(monkeypatch):
+    """Four machines of 4 CPUs have 16, but two workers of 8 would never start."""
+
+    def cpus(workers, nodes, gpus=0):
+        found = [{"Alive": True, "Resources": node} for node in nodes]
+        monkeypatch.setattr(ray, "nodes", lambda: [*found, {"Alive": False, "Resources": {}}])
+        return train._cpus_each(workers, gpus)
+
+    assert cpus(2, [{"CPU": 4.0}] * 4) == 4
+    assert cpus(5, [{"CPU": 4.0}] * 4) == 2
+    assert cpus(3, [{"CPU": 8.0}, {"CPU": 2.0}]) == 2
+    assert cpus(2, [{"CPU": 1.0}]) == 0
+    assert cpus(2, [{"CPU": 8.0, "GPU": 1.0}] * 2, 1) == 8
+    assert cpus(2, [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 64.0}], 1) == 4
