@@ -36,7 +36,7 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 0,
 }
 BFLOAT16 = 1e-2
-ROUNDS = 0.95
+ROUNDS = 0.98
 KINDS: dict[str, Any] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
