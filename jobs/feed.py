@@ -2,7 +2,7 @@
 and the batches of the next step while this one is computed.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from jobs.harvest import features_folder
 from jobs.pin import Pin, PinnedRow, pinned_rows
 from jobs.samples import captured, make_request, make_sample
 from jobs.shape import target_config, target_taps
-from store.features import FeatureCache
+from store.features import FeatureCache, ids_digest
 from store.shards import shard_paths
 
 T = TypeVar("T")
@@ -38,6 +38,8 @@ class TrainingSet:
     """Supervised slots that a visit of each sample gives on average."""
     num_skipped: int
     """Samples without an anchor: no two supervised tokens in a row."""
+    digests: dict[str, bytes]
+    """Of the token ids of each sample, uncut: its features must have been made from them."""
     num_cut: int
     """Samples of which train.max_length leaves the start only."""
 
@@ -58,6 +60,7 @@ def training_set(cfg: Config, pin: Pin, num_drafts: int) -> TrainingSet:
         make_sample(row, NO_FEATURES, *top.get(row["sample_id"], ()))
         for row in read_rows(cfg, pin.train)
     ]
+    digests = {sample.sample_id: ids_digest(sample.ids.numpy()) for sample in found}
     longest = cfg.train.max_length or max((len(s.ids) for s in found), default=0)
     cut = [first_tokens(sample, longest) for sample in found]
     kept = [sample for sample in cut if len(valid_anchors(sample.loss_mask))]
@@ -79,6 +82,7 @@ def training_set(cfg: Config, pin: Pin, num_drafts: int) -> TrainingSet:
         mix.share,
         [tokens[i] for i in order],
         len(found) - len(kept),
+        digests,
         sum(len(sample.ids) > longest for sample in found),
     )
 
@@ -97,7 +101,10 @@ def val_rows(cfg: Config, pin: Pin) -> list[dict[str, Any]]:
 def val_requests(cfg: Config, pin: Pin) -> list[tuple[str, Request]]:
     """(domain, request) of `val_rows`, with features."""
     rows = val_rows(cfg, pin)
-    features = feature_cache(cfg, pin, [row["sample_id"] for row in rows], budget=0)
+    digests = {
+        row["sample_id"]: ids_digest([*row["prompt_ids"], *row["output_ids"]]) for row in rows
+    }
+    features = feature_cache(cfg, pin, digests, budget=0)
     return [(row["domain"], make_request(row, features[row["sample_id"]])) for row in rows]
 
 
@@ -107,9 +114,10 @@ def read_rows(cfg: Config, pinned: Sequence[PinnedRow]) -> Iterator[dict[str, An
 
 
 def feature_cache(
-    cfg: Config, pin: Pin, sample_ids: Iterable[str], budget: float, max_length: int = 0
+    cfg: Config, pin: Pin, digests: Mapping[str, bytes], budget: float, max_length: int = 0
 ) -> FeatureCache:
-    """The features of these samples, cut as theirs are; `budget` bytes of them stay in memory.
+    """The features of these samples (`ids_digest`s of their tokens by sample id), cut as theirs
+    are; `budget` bytes of them stay in memory.
 
     Of files that hold the same sample the pinned one counts.
     """
@@ -119,7 +127,7 @@ def feature_cache(
         identity,
         list(target_taps(cfg)),
         target_config(cfg)["hidden_size"],
-        set(sample_ids),
+        digests,
         budget,
         max_length,
     )

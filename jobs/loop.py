@@ -138,8 +138,9 @@ class Loop:
         cfg, shape = self.train_cfg, self.drafter.cfg
         self.val = val_requests(self.cfg, pin)
         self.data = training_set(self.cfg, pin, shape.num_drafts)
-        names = [s.sample_id for s in self.data.samples]
-        features = feature_cache(self.cfg, pin, names, cfg.cache_gib * GIB, cfg.max_length)
+        features = feature_cache(
+            self.cfg, pin, self.data.digests, cfg.cache_gib * GIB, cfg.max_length
+        )
         self.samples = LazySamples(self.data.samples, features)
         self.lengths = self.data.lengths
         self.labels = choose_labels(cfg.loss, len(self.head))

@@ -23,6 +23,7 @@ from jobs.config import Config
 from jobs.harvest import features_folder
 from jobs.samples import captured_top_k, set_aside
 from jobs.settings import split_identity
+from jobs.shape import none_of_target
 from store.features import check_all_harvested
 from store.files import commit, read_json
 from store.ids import short_hash
@@ -101,9 +102,8 @@ def live_pin(cfg: Config) -> Pin:
     identity = target_id(cfg.target_path)
     train, val = (_pinned(cfg, identity, split) for split in ("train", "val"))
     if not train:
-        raise ValueError(
-            f"{cfg.path('traffic')} has no training sample of target {identity}: "
-            "run `flywheel ingest` with more conversations"
+        raise none_of_target(
+            cfg, "training sample", "run `flywheel ingest` with more conversations"
         )
     return Pin(train, val, [path.name for path in shard_paths(features_folder(cfg, identity))])
 

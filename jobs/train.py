@@ -24,7 +24,7 @@ from dflash.model import Drafter
 from dflash.target import target_id
 from jobs.checkpoints import forget_result, has_result, read_result, states_folder
 from jobs.cli import run_as_module
-from jobs.cluster import cluster
+from jobs.cluster import cluster, cpus_each
 from jobs.config import Config
 from jobs.console import console, print_table
 from jobs.feed import training_set, val_rows
@@ -199,7 +199,7 @@ def _scaling(cfg: Config) -> ScalingConfig:
             "lower train.workers, or leave train.device=auto"
         )
     use_gpu = cfg.train.device != "cpu" and gpus >= workers
-    cpus = _cpus_each(workers, int(use_gpu))
+    cpus = cpus_each(ray.nodes(), workers, int(use_gpu))
     if cpus == 0 and not cfg.ray.address:  # a cluster elsewhere may grow
         raise ValueError(
             f"train.workers={workers}, but the local Ray cluster has {found.get('CPU', 0):.0f} "
@@ -207,19 +207,6 @@ def _scaling(cfg: Config) -> ScalingConfig:
         )
     resources = {"CPU": max(1, cpus)} | ({"GPU": 1} if use_gpu else {})
     return ScalingConfig(num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources)
-
-
-def _cpus_each(workers: int, gpus: int) -> int:
-    """The most CPUs that every worker can have, each on one machine, with `gpus` GPUs; 0: none."""
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    most = int(max((node.get("CPU", 0) for node in alive), default=0))
-
-    def places(node: dict[str, float], cpus: int) -> int:
-        room = int(node.get("CPU", 0)) // cpus
-        return min(room, int(node.get("GPU", 0))) if gpus else room
-
-    fitting = (c for c in range(most, 0, -1) if sum(places(node, c) for node in alive) >= workers)
-    return next(fitting, 0)
 
 
 def _draw(tracker: Tracker, val: list[dict[str, Any]]) -> None:

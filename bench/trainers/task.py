@@ -30,11 +30,9 @@ def training_samples(cfg: Config) -> list[Sample]:
     if not (cfg.target_path / "config.json").is_file():
         raise ValueError(f"{cfg.work} has no target: run `make demo` first, or pass work=FOLDER")
     pin = live_pin(cfg)
-    samples = training_set(cfg, pin, drafter_config(cfg).num_drafts).samples
-    features = feature_cache(
-        cfg, pin, [s.sample_id for s in samples], float("inf"), cfg.train.max_length
-    )
-    return list(LazySamples(samples, features))
+    data = training_set(cfg, pin, drafter_config(cfg).num_drafts)
+    features = feature_cache(cfg, pin, data.digests, float("inf"), cfg.train.max_length)
+    return list(LazySamples(data.samples, features))
 
 
 def last_states(target: Target, samples: Sequence[Sample]) -> list[Tensor]:

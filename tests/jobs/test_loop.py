@@ -31,8 +31,8 @@ from tests.work import SETTINGS, configure, make_base
 
 def first_sample(cfg):
     pin = live_pin(cfg)
-    samples = training_set(cfg, pin, 4).samples
-    return LazySamples(samples, feature_cache(cfg, pin, [samples[0].sample_id], 0))[0]
+    data = training_set(cfg, pin, 4)
+    return LazySamples(data.samples, feature_cache(cfg, pin, data.digests, 0))[0]
 
 
 def test_harvest_stores_the_targets_features_and_reuses_them(work):

@@ -207,7 +207,7 @@ def test_features_are_read_once_in_a_step(fresh, monkeypatch):
     """Anchors follow from masks; a cache of one sample must not be asked for it twice."""
     cfg = configure(fresh)
     data = training_set(cfg, live(cfg), 4)
-    features = feature_cache(cfg, live(cfg), [s.sample_id for s in data.samples], budget=0)
+    features = feature_cache(cfg, live(cfg), data.digests, budget=0)
     asked = []
     get = FeatureCache.__getitem__
     monkeypatch.setattr(FeatureCache, "__getitem__", lambda c, n: (asked.append(n), get(c, n))[1])

@@ -20,6 +20,7 @@ from dflash.model import new_drafter
 from dflash.target import load_target
 from jobs import plan, train
 from jobs.checkpoints import commit_state, newest_state, read_state
+from jobs.cluster import cpus_each
 from jobs.feed import training_set, val_rows
 from jobs.loop import progress_file
 from jobs.pin import live_pin, run_name
@@ -318,13 +319,12 @@ def test_a_cluster_of_one_cpu_trains_and_refuses_two_workers(fresh):
     assert run().returncode == 0
 
 
-def test_workers_get_what_one_machine_can_give(monkeypatch):
+def test_workers_get_what_one_machine_can_give():
     """Four machines of 4 CPUs have 16, but two workers of 8 would never start."""
 
-    def cpus(workers, nodes, gpus=0):
-        found = [{"Alive": True, "Resources": node} for node in nodes]
-        monkeypatch.setattr(ray, "nodes", lambda: [*found, {"Alive": False, "Resources": {}}])
-        return train._cpus_each(workers, gpus)
+    def cpus(workers, resources, gpus=0):
+        nodes = [{"Alive": True, "Resources": found} for found in resources]
+        return cpus_each([*nodes, {"Alive": False, "Resources": {}}], workers, gpus)
 
     assert cpus(2, [{"CPU": 4.0}] * 4) == 4
     assert cpus(5, [{"CPU": 4.0}] * 4) == 2
