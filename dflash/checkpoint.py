@@ -40,7 +40,7 @@ def save_drafter(drafter: Drafter, folder: str | os.PathLike, dtype: torch.dtype
     The weights are renamed into place before config.json, so a folder with a config is complete.
     A zero-step training of a loaded drafter in the same dtype is bit-identical to its base.
     """
-    state = {k: _cast(v.detach().cpu(), dtype) for k, v in drafter.state_dict().items()}
+    state = {k: cast(v.detach().cpu(), dtype) for k, v in drafter.state_dict().items()}
     return write_folder(folder, state, drafter.cfg.to_json(str(dtype).removeprefix("torch.")))
 
 
@@ -115,10 +115,10 @@ def load_drafter(
     """
     cfg = read_config(folder, target_layers)
     tensors = read_tensors(folder, cfg)
-    return drafter_of(cfg, {name: _cast(tensor, dtype) for name, tensor in tensors.items()})
+    return drafter_of(cfg, {name: cast(tensor, dtype) for name, tensor in tensors.items()})
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Weights in `dtype`; token ids stay integers."""
     return tensor.to(dtype if tensor.is_floating_point() else None).contiguous()
 

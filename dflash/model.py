@@ -177,7 +177,7 @@ class Drafter(nn.Module):
     def logits(self, hidden: Tensor, head_VH: Tensor) -> Tensor:
         """Hidden states [..., H] -> logits [..., V]; tokens that cannot be drafted get -inf."""
         ids, rows = self.draft_head(head_VH)
-        logits = hidden @ rows.T
+        logits = against(hidden, rows)
         if not self.cfg.draft_vocab_size:
             return logits
         whole = logits.new_full((*logits.shape[:-1], len(head_VH)), -torch.inf)
@@ -215,6 +215,15 @@ def drafter_of(cfg: DrafterConfig, state: dict[str, Tensor]) -> Drafter:
 def fused_flex() -> Any:
     """Flex attention as one kernel: the eager one builds the whole score matrix. For CUDA."""
     return torch.compile(flex_attention)
+
+
+def against(hidden: Tensor, head: Tensor) -> Tensor:
+    """Logits [..., C] of hidden states [..., H] against rows of a head [C, H], in their dtype.
+
+    Flat: with a strided view of more dimensions a bfloat16 product copies the head first (on a CPU
+    six times slower, measured at 160 x 576 against 3,000 rows).
+    """
+    return (hidden.reshape(-1, hidden.shape[-1]) @ head.T).view(*hidden.shape[:-1], len(head))
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:

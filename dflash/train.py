@@ -95,7 +95,8 @@ def step_batch(
     seed: int,
     packed: bool = False,
 ) -> Batch:
-    """Samples of a forward with fresh anchors, seeded by (seed, epoch, sample id).
+    """Samples of a forward with fresh anchors, seeded by (seed, epoch, sample id). Each sample is
+    taken from `samples` once: there its features may be read.
 
     packed: as of make_batch; it changes no result. Without picks: sample 0 without anchors, which
     gives a zero loss on the same graph.
@@ -104,21 +105,19 @@ def step_batch(
         none = torch.zeros(0, dtype=torch.int64)
         return make_batch([samples[0]], [none], num_drafts, labels)
     chosen = [samples[i] for _, i in picks]
-    drawn = draw_anchors(samples, picks, anchors, seed)
+    drawn = draw_anchors(chosen, picks, anchors, seed)
     return make_batch(chosen, drawn, num_drafts, labels, packed)
 
 
 def draw_anchors(
-    samples: Sequence[Sample], picks: Sequence[Pick], anchors: int, seed: int
+    chosen: Sequence[Sample], picks: Sequence[Pick], anchors: int, seed: int
 ) -> list[Tensor]:
-    """Fresh anchors of every pick: int64 [<= anchors] each."""
+    """Fresh anchors of the sample of every pick: int64 [<= anchors] each."""
     return [
         sample_anchors(
-            samples[i].loss_mask,
-            anchors,
-            generator("anchors", seed, epoch, samples[i].sample_id),
+            sample.loss_mask, anchors, generator("anchors", seed, epoch, sample.sample_id)
         )
-        for epoch, i in picks
+        for (epoch, _), sample in zip(picks, chosen, strict=True)
     ]
 
 

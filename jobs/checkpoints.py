@@ -18,7 +18,9 @@ RESULT = "result.json"
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """What a finished worker has to say, for the driver."""
+    """What a worker that ends has to say, for the driver: metrics; or `error`, a failure that
+    belongs to the run; or `stopped`, one that goes away with its cause.
+    """
     commit(folder / RESULT, lambda stream: stream.write(json.dumps(result).encode()))
 
 
@@ -29,6 +31,21 @@ def read_result(folder: Path) -> dict[str, Any]:
     report and the end of the worker (2.60).
     """
     return read_json(folder / RESULT)
+
+
+def has_result(folder: Path) -> bool:
+    """Whether a worker of this run has ended and said so."""
+    return (folder / RESULT).is_file()
+
+
+def forget_result(folder: Path) -> None:
+    """For a command that trains on: what an earlier one said is no longer true."""
+    (folder / RESULT).unlink(missing_ok=True)
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether this run may go on: it neither ended nor failed in a way that it would again."""
+    return not has_result(folder) or "stopped" in read_result(folder)
 
 
 def states_folder(cfg: Config, name: str) -> Path:

@@ -242,6 +242,11 @@ class Train:
     checkpoint_every: int = setting(
         100, "steps between resumable checkpoints", minimum=1, execution=True
     )
+    fresh: bool = setting(
+        False,
+        "true: begin with today's traffic, instead of finishing a run that was interrupted",
+        execution=True,
+    )
 
     def __post_init__(self) -> None:
         if not (self.steps or self.base):

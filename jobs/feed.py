@@ -2,7 +2,7 @@
 and the batches of the next step while this one is computed.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -15,14 +15,13 @@ from dflash.replay import Request
 from dflash.target import target_id
 from jobs.config import Config
 from jobs.harvest import features_folder
+from jobs.pin import Pin, PinnedRow, pinned_rows
 from jobs.samples import captured, make_request, make_sample
 from jobs.shape import target_config, target_taps
-from store.features import FeatureCache
+from store.features import FeatureCache, ids_digest
 from store.shards import shard_paths
-from store.traffic import read_traffic
 
 T = TypeVar("T")
-COLUMNS = ["sample_id", "domain", "prompt_ids", "output_ids", "loss_mask", "temperature"]
 GIB = 1 << 30
 NO_FEATURES = torch.empty(0, 0, dtype=torch.bfloat16)
 
@@ -39,6 +38,8 @@ class TrainingSet:
     """Supervised slots that a visit of each sample gives on average."""
     num_skipped: int
     """Samples without an anchor: no two supervised tokens in a row."""
+    digests: dict[str, bytes]
+    """Of the token ids of each sample, uncut: its features must have been made from them."""
     num_cut: int
     """Samples of which train.max_length leaves the start only."""
 
@@ -48,8 +49,8 @@ class TrainingSet:
         return [len(sample.ids) for sample in self.samples]
 
 
-def training_set(cfg: Config, num_drafts: int) -> TrainingSet:
-    """The train split, cut to what train.domain and train.mix ask for, with the target's
+def training_set(cfg: Config, pin: Pin, num_drafts: int) -> TrainingSet:
+    """The pinned train samples, cut to what train.domain and train.mix ask for, with the target's
     log-probabilities if train.loss needs them, samples cut to train.max_length; reads no features.
 
     Raises ValueError if no sample has an anchor, and for a domain or mix without samples.
@@ -57,8 +58,9 @@ def training_set(cfg: Config, num_drafts: int) -> TrainingSet:
     top = captured(cfg)
     found = [
         make_sample(row, NO_FEATURES, *top.get(row["sample_id"], ()))
-        for row in read_rows(cfg, "train")
+        for row in read_rows(cfg, pin.train)
     ]
+    digests = {sample.sample_id: ids_digest(sample.ids.numpy()) for sample in found}
     longest = cfg.train.max_length or max((len(s.ids) for s in found), default=0)
     cut = [first_tokens(sample, longest) for sample in found]
     kept = [sample for sample in cut if len(valid_anchors(sample.loss_mask))]
@@ -80,14 +82,15 @@ def training_set(cfg: Config, num_drafts: int) -> TrainingSet:
         mix.share,
         [tokens[i] for i in order],
         len(found) - len(kept),
+        digests,
         sum(len(sample.ids) > longest for sample in found),
     )
 
 
-def val_rows(cfg: Config) -> list[dict[str, Any]]:
-    """Greedy val rows with at least one round, at most train.val_samples of each domain."""
+def val_rows(cfg: Config, pin: Pin) -> list[dict[str, Any]]:
+    """Pinned greedy val rows with at least one round, at most train.val_samples of each domain."""
     taken: dict[str, list[dict[str, Any]]] = {}
-    for row in read_rows(cfg, "val"):
+    for row in read_rows(cfg, pin.val):
         of_domain = taken.setdefault(row["domain"], [])
         usable = row["temperature"] == 0.0 and len(row["output_ids"]) > 1
         if usable and len(of_domain) < cfg.train.val_samples:
@@ -95,31 +98,36 @@ def val_rows(cfg: Config) -> list[dict[str, Any]]:
     return [row for name in sorted(taken) for row in taken[name]]
 
 
-def val_requests(cfg: Config) -> list[tuple[str, Request]]:
+def val_requests(cfg: Config, pin: Pin) -> list[tuple[str, Request]]:
     """(domain, request) of `val_rows`, with features."""
-    rows = val_rows(cfg)
-    features = feature_cache(cfg, [row["sample_id"] for row in rows], budget=0)
+    rows = val_rows(cfg, pin)
+    digests = {
+        row["sample_id"]: ids_digest([*row["prompt_ids"], *row["output_ids"]]) for row in rows
+    }
+    features = feature_cache(cfg, pin, digests, budget=0)
     return [(row["domain"], make_request(row, features[row["sample_id"]])) for row in rows]
 
 
-def read_rows(cfg: Config, split: str) -> Iterator[dict[str, Any]]:
-    """Token rows of a split in sample_id order; few at a time are Python lists."""
-    table = read_traffic(cfg.path("traffic"), target_id(cfg.target_path), split)
-    for batch in table.select(COLUMNS).to_batches(max_chunksize=1024):
-        yield from batch.to_pylist()
+def read_rows(cfg: Config, pinned: Sequence[PinnedRow]) -> Iterator[dict[str, Any]]:
+    """Token rows of pinned samples."""
+    return pinned_rows(cfg, pinned, ["prompt_ids", "output_ids"])
 
 
 def feature_cache(
-    cfg: Config, sample_ids: Iterable[str], budget: float, max_length: int = 0
+    cfg: Config, pin: Pin, digests: Mapping[str, bytes], budget: float, max_length: int = 0
 ) -> FeatureCache:
-    """The features of these samples, cut as theirs are; `budget` bytes of them stay in memory."""
-    identity = target_id(cfg.target_path)
+    """The features of these samples (`ids_digest`s of their tokens by sample id), cut as theirs
+    are; `budget` bytes of them stay in memory.
+
+    Of files that hold the same sample the pinned one counts.
+    """
+    identity, files = target_id(cfg.target_path), set(pin.files)
     return FeatureCache(
-        shard_paths(features_folder(cfg, identity)),
+        sorted(shard_paths(features_folder(cfg, identity)), key=lambda path: path.name in files),
         identity,
         list(target_taps(cfg)),
         target_config(cfg)["hidden_size"],
-        set(sample_ids),
+        digests,
         budget,
         max_length,
     )

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from dflash.target import Features, Target, load_borrowed, load_target, target_id, top_logprobs
 from jobs.cli import run_as_module
-from jobs.cluster import cluster
+from jobs.cluster import cluster, cpus_each
 from jobs.config import Config
 from jobs.console import console, print_table
 from jobs.screening import REASONS, Fault, exceeds, screen, too_many
@@ -191,8 +191,7 @@ def actor_share(cfg: Config, nodes: Sequence[Mapping[str, Any]]) -> dict[str, fl
             f"harvest.workers={workers}, but Ray has {gpus} GPUs, one for each: lower it, or set "
             "target.device=cpu"
         )
-    fitting = [n for n in range(1, max(cpus) + 1) if sum(c // n for c in cpus) >= workers]
-    threads = fitting[-1]
+    threads = cpus_each(nodes, workers)
     if not cfg.ray.address:  # this machine: what torch was told (OMP_NUM_THREADS) holds
         threads = min(threads, torch.get_num_threads())
     return {"num_cpus": threads, "num_gpus": int(use_gpus)}

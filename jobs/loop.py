@@ -46,35 +46,58 @@ from dflash.train import (
     to_device,
 )
 from dflash.vocabulary import frequent_tokens, set_vocabulary
-from jobs.checkpoints import commit_state, newest_state, read_state, states_folder, write_result
+from jobs.checkpoints import (
+    commit_state,
+    has_result,
+    newest_state,
+    read_state,
+    states_folder,
+    write_result,
+)
 from jobs.config import Config
 from jobs.feed import GIB, LazySamples, feature_cache, prefetched, training_set, val_requests
+from jobs.pin import Pin, read_pin
 from jobs.progress import advance
 from jobs.shape import export_dtype, target_config
 from jobs.tracking import Tracker
-from jobs.validation import Choice, replay_val
+from jobs.validation import Choice, as_exported, replay_val
 
 
 def worker(config: dict[str, Any]) -> None:
     """One rank, as Ray Train calls it; a restarted group continues from the newest state."""
-    cfg, name = config["cfg"], config["name"]
-    loop = Loop(cfg, name, config["shape"], Tracker.join(cfg, config["mlflow_run"]))
+    cfg, name, context = config["cfg"], config["name"], ray.train.get_context()
+    folder, rank = states_folder(cfg, name), context.get_world_rank()
+    if has_result(folder):  # of a rank that ended the group before this one
+        ray.train.report({})
+        return
+    try:
+        loop = Loop(cfg, name, config["shape"], Tracker.join(cfg, config["mlflow_run"]))
+        result: dict[str, Any] = _run(loop, cfg.path("drafters", name))
+    except NonFiniteLoss as error:  # the same on every rank, and again in every retry
+        result = {"error": str(error)}
+        if rank == 0:
+            write_result(folder, result)
+    except ValueError as error:  # data, features or a state, perhaps of this rank alone
+        result = {"stopped": str(error)}
+        write_result(folder, result)
+        if context.get_world_size() > 1:
+            raise  # the others wait for this rank: end them
+    # The report is a barrier: no rank leaves before the export and the result stand.
+    ray.train.report(result)
+
+
+def _run(loop: "Loop", drafter: Path) -> dict[str, Any]:
+    """Train from the newest state to the end; rank 0 leaves the result and the drafter."""
     newest = newest_state(loop.folder)
     if newest is not None:
         loop.load(read_state(newest))
-    try:
-        with loop.tracker.system_metrics() if loop.rank == 0 else nullcontext():
-            loop.train()
-    except NonFiniteLoss as error:  # the same on every rank, and again in every retry
-        result: dict[str, Any] = {"error": str(error)}
-    else:
-        result = loop.metrics()
+    with loop.tracker.system_metrics() if loop.rank == 0 else nullcontext():
+        loop.train()
+    result = loop.metrics()
     if loop.rank == 0:
         write_result(loop.folder, result)  # before the export, which says that all is there
-        if "error" not in result:
-            loop.export(cfg.path("drafters", name))
-    # The report is a barrier: no rank leaves before the export and the result stand.
-    ray.train.report(result)
+        loop.export(drafter)
+    return result
 
 
 class Loop:
@@ -93,7 +116,8 @@ class Loop:
         self.sharded = cfg.train.shard == "fsdp"
         self.drafter = self._start(shape)
         self.averaged = self._start(shape) if cfg.train.ema else self.drafter
-        self._load_data()
+        self.stored = export_dtype(cfg)
+        self._load_data(read_pin(cfg, name, shape))
         self.params = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizers = build_optimizers(
             self.drafter, cfg.train.optimizer, cfg.train.lr, self.dtype
@@ -110,12 +134,13 @@ class Loop:
             shard(drafter)
         return drafter
 
-    def _load_data(self) -> None:
+    def _load_data(self, pin: Pin) -> None:
         cfg, shape = self.train_cfg, self.drafter.cfg
-        self.val = val_requests(self.cfg)
-        self.data = training_set(self.cfg, shape.num_drafts)
-        names = [s.sample_id for s in self.data.samples]
-        features = feature_cache(self.cfg, names, cfg.cache_gib * GIB, cfg.max_length)
+        self.val = val_requests(self.cfg, pin)
+        self.data = training_set(self.cfg, pin, shape.num_drafts)
+        features = feature_cache(
+            self.cfg, pin, self.data.digests, cfg.cache_gib * GIB, cfg.max_length
+        )
         self.samples = LazySamples(self.data.samples, features)
         self.lengths = self.data.lengths
         self.labels = choose_labels(cfg.loss, len(self.head))
@@ -229,7 +254,7 @@ class Loop:
         if not self.val:
             self._keep(weights)
             return
-        drafter = drafter_of(self.drafter.cfg, weights)
+        drafter = as_exported(self.drafter.cfg, weights, self.stored, self.dtype)
         taus = replay_val(drafter, self.embedding, self.head, self.val, self.rank, self.world)
         if self.step == 0:
             self.choice.base = taus.domains
@@ -279,7 +304,7 @@ class Loop:
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         best = drafter_of(self.drafter.cfg, self.best_weights)
-        save_drafter(best, partial, export_dtype(self.cfg))
+        save_drafter(best, partial, self.stored)
         load_drafter(partial)  # what cannot be read back never gets its final name
         partial.rename(folder)
 

@@ -2,29 +2,27 @@
 
 import shutil
 from collections import Counter
-from dataclasses import asdict
 from typing import Any
 
 import psutil
 import torch
 
-from dflash.checkpoint import drafter_sha256, read_config
+from dflash.checkpoint import read_config
 from dflash.config import DrafterConfig
 from dflash.lora import add_lora
 from dflash.loss import valid_anchors
 from dflash.memory import activation_bytes, head_bytes, model_bytes
 from dflash.model import Drafter
 from dflash.objective import choose_labels, named_tokens
-from dflash.target import resolve_dtype, target_id, ties_embeddings
+from dflash.target import resolve_dtype, ties_embeddings
 from jobs.checkpoints import KEEP, newest_state, state_step, states_folder
 from jobs.config import Config
 from jobs.console import print_table, short_name, some_names
-from jobs.feed import GIB, TrainingSet, read_rows, training_set, val_rows
-from jobs.samples import captured_top_k, check_features
-from jobs.settings import split_identity
-from jobs.shape import drafter_config, export_dtype, none_of_target, target_fields
+from jobs.feed import GIB, TrainingSet, training_set, val_rows
+from jobs.pin import choose_run, missing
+from jobs.samples import captured_top_k
+from jobs.shape import compute_device, drafter_config, export_dtype, target_fields
 from jobs.slices import largest_rows
-from store.ids import short_hash
 
 PROCESS_BYTES = 700 << 20
 """A worker with torch, Ray and MLflow imported, before it loads anything (measured, Linux)."""
@@ -34,36 +32,6 @@ LABEL_BYTES = 12
 """An entry of a slot's label in a batch: int64 id, float32 probability (dflash/loss.py)."""
 
 Facts = dict[str, Any]
-
-
-def run_name(cfg: Config, shape: DrafterConfig) -> str:
-    """`drafter-<hash>` of everything that decides the result: target, samples with their domains
-    and supervised spans, shape, weights of the base, settings.
-
-    How it is executed (workers, device, ...) is left out: such a run may be resumed otherwise.
-    Raises ValueError without training samples.
-    """
-    identity = target_id(cfg.target_path)
-    train, val = ([_content(row) for row in read_rows(cfg, split)] for split in ("train", "val"))
-    if not train:
-        fix = "run `flywheel ingest` with more conversations"
-        raise none_of_target(cfg, "training sample", fix)
-    settings = run_settings(cfg)
-    return f"drafter-{short_hash([identity, train, val, asdict(shape), settings])[:12]}"
-
-
-def run_settings(cfg: Config) -> dict[str, Any]:
-    """The settings that decide the result; train.base by its weights, wherever they are."""
-    settings = split_identity(cfg.train)[0]
-    settings |= {"dtype": cfg.target.dtype, "top_k": captured_top_k(cfg)}
-    if cfg.train.base:
-        settings["base"] = drafter_sha256(cfg.train.base)
-    return settings
-
-
-def _content(row: dict[str, Any]) -> list[Any]:
-    spans = [[span["start"], span["end"]] for span in row["loss_mask"]]
-    return [row["sample_id"], row["domain"], row["temperature"], spans]
 
 
 def run_shape(cfg: Config) -> DrafterConfig:
@@ -116,13 +84,16 @@ def check_lora(cfg: Config, shape: DrafterConfig) -> None:
 def make_plan(cfg: Config) -> Facts:
     """Everything that `--plan` prints. Reads token rows and names, no feature and no weight."""
     shape = run_shape(cfg)
-    data, val = training_set(cfg, shape.num_drafts), val_rows(cfg)
+    chosen = choose_run(cfg, shape)
+    name, pin = chosen.name, chosen.pin
+    data, val = training_set(cfg, pin, shape.num_drafts), val_rows(cfg, pin)
     check_val(cfg, val)
-    name = run_name(cfg, shape)
     memory = memory_plan(cfg, shape, data, val)
     return {
         "name": name,
-        **_start(cfg, name, features := _features(cfg)),
+        **_start(cfg, name, features := missing(cfg, pin) or COMPLETE),
+        "pinned_to": f"{len(pin.train)} train and {len(pin.val)} val samples",
+        "samples_since": chosen.newer,
         "features": features,
         **_amount(cfg, data),
         "checkpoints": _checkpoints(cfg),
@@ -143,14 +114,6 @@ def _start(cfg: Config, name: str, features: str) -> Facts:
     if newest is None:
         return {"does": "start", "first_step": 0}
     return {"does": "resume", "first_step": state_step(newest)}
-
-
-def _features(cfg: Config) -> str:
-    try:
-        check_features(cfg)
-    except ValueError as error:
-        return str(error)
-    return COMPLETE
 
 
 def _amount(cfg: Config, data: TrainingSet) -> Facts:
@@ -198,7 +161,8 @@ def memory_plan(
     cfg: Config, shape: DrafterConfig, data: TrainingSet, val: list[dict[str, Any]]
 ) -> dict[str, int]:
     """Bytes of rank 0, the largest worker, by what they are for."""
-    train, dtype = cfg.train, resolve_dtype(cfg.target.dtype)
+    train = cfg.train
+    dtype = resolve_dtype(cfg.target.dtype, "cpu" if train.device == "cpu" else compute_device(cfg))
     width = len(shape.target_layer_ids) * shape.hidden_size
     share = -(-train.batch_size // train.workers)
     in_forward = min(train.micro_batch or share, share)
@@ -221,6 +185,7 @@ def memory_plan(
         "embedding and head": borrowed * shape.vocab_size * shape.hidden_size * dtype.itemsize,
         **model,
         "best weights": whole,
+        "weights that are validated": whole // 4 * dtype.itemsize if val else 0,
         "average of weights": model["weights"] if train.ema else 0,
         "exchange with other workers": whole if train.workers > 1 else 0,
         "activations": activation_bytes(shape, in_forward, longest, anchors, dtype),

@@ -11,9 +11,8 @@ from jobs.config import Config
 from jobs.harvest import features_folder
 from jobs.shape import target_config, target_taps
 from store.features import check_all_harvested, ids_digest, read_shard, read_top
-from store.schemas import features_columns
 from store.set_aside import read_set_aside
-from store.shards import read_dataset, shard_paths
+from store.shards import shard_paths
 from store.traffic import read_traffic
 
 
@@ -47,24 +46,6 @@ def captured(cfg: Config) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         for path in shard_paths(features_folder(cfg, identity))
         for name, ids, logprobs in read_top(path, identity, taps, hidden, top_k)
     }
-
-
-def check_features(cfg: Config) -> None:
-    """Raise ValueError unless every train and val sample that is not set aside has features; reads
-    no tensor.
-    """
-    aside = set_aside(cfg)
-    identity = target_id(cfg.target_path)
-    folder = features_folder(cfg, identity)
-    columns = features_columns(cfg.harvest.top_k)
-    known = set(read_dataset(folder, columns, columns=["sample_id"])["sample_id"].to_pylist())
-    wanted = [
-        name
-        for split in ("train", "val")
-        for name in read_traffic(cfg.path("traffic"), identity, split)["sample_id"].to_pylist()
-        if name not in aside
-    ]
-    check_all_harvested(known, wanted)
 
 
 def make_sample(row: dict, features: torch.Tensor, *top: torch.Tensor) -> Sample:

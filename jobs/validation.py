@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, distributed
 
 from dflash.acceptance import tau
-from dflash.model import Drafter
+from dflash.checkpoint import cast
+from dflash.config import DrafterConfig
+from dflash.model import Drafter, drafter_of
 from dflash.replay import Request, replay
-from dflash.train import mixed_precision
 from jobs.slices import SHOWN
 
 
@@ -59,6 +61,15 @@ class Choice:
         return asdict(self)
 
 
+def as_exported(
+    cfg: DrafterConfig, weights: dict[str, Tensor], stored: torch.dtype, computed: torch.dtype
+) -> Drafter:
+    """The drafter that `evaluate` would read from an export of these weights: rounded to the stored
+    dtype, then in the one that products run in. So a val tau is the tau of what is exported.
+    """
+    return drafter_of(cfg, {k: cast(cast(t, stored), computed) for k, t in weights.items()})
+
+
 def replay_val(
     drafter: Drafter,
     embedding: Tensor,
@@ -69,11 +80,10 @@ def replay_val(
 ) -> Taus:
     """Replay all val requests, each on one rank; every rank gets all taus. A collective.
 
-    `val` is (domain, request) and must not be empty.
+    `val` is (domain, request) and must not be empty; drafter, embedding and head have one dtype.
     """
     mine = val[rank::world]
-    with mixed_precision(embedding.dtype, embedding.device.type):
-        walks = replay(drafter, embedding, head, [r for _, r in mine], drafter.cfg.num_drafts)
+    walks = replay(drafter, embedding, head, [r for _, r in mine], drafter.cfg.num_drafts)
     found = [(domain, rounds) for (domain, _), rounds in zip(mine, walks, strict=True)]
     if world > 1:
         parts: list[Any] = [None] * world

@@ -8,8 +8,8 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -67,6 +67,25 @@ def commit(
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
+
+
+@contextmanager
+def exclusive(path: Path, holder: str) -> Iterator[str]:
+    """Hold the kernel lock on `path` while the block runs; it ends with its process, however that
+    ends. Gives "" if it is ours, else what the process that has it wrote as its `holder`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.seek(0)
+            yield stream.read().strip() or "another process"
+            return
+        stream.truncate(0)
+        stream.write(holder)
+        stream.flush()
+        yield ""
 
 
 def read_json(

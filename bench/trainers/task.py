@@ -19,6 +19,7 @@ from dflash.target import Target, resolve_dtype
 from dflash.train import draw_anchors, step_batch, step_indices
 from jobs.config import Config
 from jobs.feed import LazySamples, feature_cache, training_set
+from jobs.pin import live_pin
 from jobs.shape import drafter_config
 
 TARGET_BATCH = 16
@@ -28,11 +29,10 @@ def training_samples(cfg: Config) -> list[Sample]:
     """The demo's training samples. Raises ValueError if there is no finished demo."""
     if not (cfg.target_path / "config.json").is_file():
         raise ValueError(f"{cfg.work} has no target: run `make demo` first, or pass work=FOLDER")
-    samples = training_set(cfg, drafter_config(cfg).num_drafts).samples
-    features = feature_cache(
-        cfg, [s.sample_id for s in samples], float("inf"), cfg.train.max_length
-    )
-    return list(LazySamples(samples, features))
+    pin = live_pin(cfg)
+    data = training_set(cfg, pin, drafter_config(cfg).num_drafts)
+    features = feature_cache(cfg, pin, data.digests, float("inf"), cfg.train.max_length)
+    return list(LazySamples(data.samples, features))
 
 
 def last_states(target: Target, samples: Sequence[Sample]) -> list[Tensor]:
@@ -79,7 +79,8 @@ def write_task(
     plan = []
     for step in range(steps):
         picks = step_indices(step, len(samples), cfg.train.batch_size, cfg.train.seed)
-        anchors = draw_anchors(samples, picks, cfg.train.anchors, cfg.train.seed)
+        chosen = [samples[i] for _, i in picks]
+        anchors = draw_anchors(chosen, picks, cfg.train.anchors, cfg.train.seed)
         plan.append([[i, a.tolist()] for (_, i), a in zip(picks, anchors, strict=True)])
     slots = cfg.train.batch_size * cfg.train.anchors * drafter.cfg.block_size
     tokens = max(sum(len(samples[i].ids) for i, _ in step) for step in plan)

@@ -15,15 +15,22 @@ from dflash.target import Target, load_target
 from dflash.train import generator, step_batch, step_indices, step_loss
 from tests.tiny import KINDS, make_target
 
+DTYPES = (torch.float32, torch.bfloat16)
+
 
 @pytest.fixture(scope="session", params=sorted(KINDS))
 def target_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp(request.param), request.param)
 
 
+@pytest.fixture(scope="session", params=DTYPES, ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def target(target_folder: Path) -> Target:
-    return load_target(target_folder, torch.float32)
+def target(target_folder: Path, dtype: torch.dtype) -> Target:
+    return load_target(target_folder, dtype)
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +54,8 @@ def config() -> DrafterConfig:
 
 
 @pytest.fixture(scope="session")
-def drafter(config: DrafterConfig) -> Drafter:
-    return new_drafter(config, seed=0)
+def drafter(config: DrafterConfig, dtype: torch.dtype) -> Drafter:
+    return new_drafter(config, seed=0).to(dtype)
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +73,8 @@ def samples(target: Target, config: DrafterConfig) -> list[Sample]:
 
 @pytest.fixture(scope="session")
 def trained(samples: list[Sample], target: Target, config: DrafterConfig) -> Drafter:
-    """A drafter that has learned some of its training answers: tau well above 1 and below B."""
+    """A drafter that has learned some of its training answers, its float32 weights rounded as an
+    export rounds them: tau well above 1 and below B."""
     drafter = new_drafter(config, seed=0)
     optimizers = build_optimizers(drafter, "adamw", 5e-3, torch.float32)
     candidates = Candidates(torch.arange(97), 97, 0)
@@ -79,4 +87,4 @@ def trained(samples: list[Sample], target: Target, config: DrafterConfig) -> Dra
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return drafter
+    return drafter.to(target.dtype)

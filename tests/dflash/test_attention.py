@@ -9,20 +9,20 @@ from torch.nn.attention.flex_attention import create_mask
 
 from dflash.checkpoint import read_config, save_drafter
 from dflash.config import DrafterConfig
-from dflash.decode import decode
 from dflash.mask import dense_mask, visible
 from dflash.model import block_embeds, new_drafter
-from dflash.replay import Request, replay
+from dflash.replay import replay
+from tests.tiny import check_rounds, served
 
 WINDOW = 8
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 
 
 @pytest.fixture
-def sliding(config, causal):
+def sliding(config, causal, dtype):
     """One layer: information takes no second step."""
     cfg = replace(config, num_hidden_layers=1, sliding_window=WINDOW, is_causal=causal)
-    return new_drafter(cfg, seed=0)
+    return new_drafter(cfg, seed=0).to(dtype)
 
 
 def changed_slots(drafter, target, sample, position, anchor=20):
@@ -88,11 +88,10 @@ def test_dense_mask_is_the_flex_rule(window, causal):
 
 @CAUSAL
 def test_replay_equals_reference_decode_with_a_window(sliding, target, samples):
-    for sample in samples[:4]:
-        prompt = sample.ids[~sample.loss_mask].tolist()
-        real = decode(target, prompt, 40, (), sliding, 5)
-        request = Request(sample.ids, len(prompt), sample.features)
-        assert replay(sliding, target.embedding, target.head, [request], 5) == [real.accepted]
+    prompts = [sample.ids[~sample.loss_mask].tolist() for sample in samples[:4]]
+    answers = [served(target, sliding, prompt, 40, 5) for prompt in prompts]
+    real, requests = zip(*answers, strict=True)
+    check_rounds(replay(sliding, target.embedding, target.head, requests, 5), real, target)
 
 
 @CAUSAL

@@ -27,6 +27,11 @@ BOUND = 1e-3  # of the largest logit
 
 
 @pytest.fixture(scope="session")
+def dtype():
+    return torch.float32
+
+
+@pytest.fixture(scope="session")
 def target_folder(tmp_path_factory):
     """One kind of target, not all: hypotheses are about the drafter."""
     return make_target(tmp_path_factory.mktemp("diagnose"))

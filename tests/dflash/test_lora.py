@@ -9,7 +9,8 @@ from dflash.loss import Candidates
 from dflash.model import block_embeds, drafter_of, new_drafter
 from dflash.objective import choose_weights, recorded_token
 from dflash.optim import build_optimizers
-from dflash.train import generator, step_batch, step_indices, step_loss
+from dflash.train import generator, mixed_precision, step_batch, step_indices, step_loss
+from tests.tiny import check_close
 
 TARGETS = ["q_proj", "v_proj", "down_proj", "fc"]
 
@@ -25,7 +26,7 @@ def base(config, tmp_path):
 
 def hidden(drafter, target, sample):
     embeds = block_embeds(target.embedding, torch.tensor([[3, 4]]), drafter.cfg.mask_token_id, 6)
-    with torch.no_grad():
+    with torch.no_grad(), mixed_precision(target.dtype):
         context = drafter.context(sample.features[None])
         return drafter(context, embeds, torch.tensor([[7, 10]]))
 
@@ -59,9 +60,8 @@ def test_only_factors_train_and_the_merged_drafter_is_the_same_function(base, ta
     assert changed == {n for n in before if n.endswith((".lora_a", ".lora_b"))}
     assert len(changed) == 2 * (2 * 3 + 1), "three matrices in two layers, and fc"
     plain = drafter_of(adapted.cfg, merged(adapted.state_dict()))
-    torch.testing.assert_close(
-        hidden(plain, target, samples[0]), hidden(adapted, target, samples[0]), rtol=1e-4, atol=1e-4
-    )
+    merged_out, out = (hidden(d, target, samples[0]) for d in (plain, adapted))
+    check_close(merged_out, out, target.dtype, rtol=1e-4, atol=1e-4)
     away = hidden(load_drafter(base), target, samples[0])
     assert (hidden(plain, target, samples[0]) - away).abs().max() > 1e-3
 

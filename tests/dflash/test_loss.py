@@ -21,6 +21,7 @@ from dflash.loss import (
 from dflash.mask import dense_mask, visible
 from dflash.objective import recorded_token, target_distribution
 from dflash.train import generator, random_drafts, step_indices
+from tests.tiny import distance
 
 
 def test_valid_anchors_need_a_supervised_successor():
@@ -98,6 +99,36 @@ def test_frozen_head_loss_equals_autograd(entries, tv):
     torch.testing.assert_close(accepted, overlap, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours, hidden.grad, rtol=1e-4, atol=1e-5)
     assert torch.equal(hits, (hidden @ head.T).argmax(-1) == ids[:, 0])
+
+
+@pytest.mark.parametrize("entries", [1, 4])
+def test_frozen_head_loss_in_bfloat16_is_as_near_as_autograd(entries):
+    """Control: autograd through the same bfloat16 product, against float32 of the same numbers."""
+    torch.manual_seed(0)
+    hidden, head = torch.randn(1200, 8).bfloat16(), torch.randn(31, 8).bfloat16()
+    probs, ids = (torch.randn(1200, 31) * 2).softmax(-1).topk(entries)
+    probs = torch.ones_like(probs) if entries == 1 else probs
+
+    def both(states, rows):
+        grads, losses = [], []
+        for own in (True, False):
+            given = states.clone().requires_grad_()
+            if own:
+                loss, *_ = FrozenHeadLoss.apply(given, rows, torch.zeros(31), ids, probs, 0.5)
+            else:
+                loss, _ = plain_loss((given @ rows.T).float(), ids, probs, 0.5)
+            loss.sum().backward()
+            losses.append(loss.detach())
+            grads.append(given.grad)
+        return losses, grads
+
+    (exact, _), (exact_grad, _) = both(hidden.float(), head.float())
+    (ours, theirs), (our_grad, their_grad) = both(hidden, head)
+    assert our_grad.dtype == torch.bfloat16
+    assert ours.dtype == torch.float32
+    assert distance(ours, exact) <= 1.05 * distance(theirs, exact)
+    assert distance(our_grad, exact_grad) <= 1.05 * distance(their_grad, exact_grad)
+    assert distance(their_grad, exact_grad) > 1e-4, "the control measures something"
 
 
 def test_entries_for_the_whole_vocabulary_give_the_plain_kl():

@@ -79,12 +79,15 @@ def test_dpace_without_smoothing_is_the_gradient_of_the_expected_acceptance_leng
     assert not weights.requires_grad
 
 
-def test_the_argmax_of_the_target_is_the_recorded_greedy_token(captured):
+def test_the_argmax_of_the_target_is_the_recorded_greedy_token(captured, dtype):
+    """In bfloat16 but for near ties: answers were decoded token by token, captured in one pass."""
+    agree = []
     for sample in captured:
         named, probs = choose_labels("argmax", 97)(sample)
         recorded, _ = choose_labels("ce", 97)(sample)
-        assert torch.equal(named[sample.loss_mask].long(), recorded[sample.loss_mask])
+        agree.append((named.long() == recorded)[sample.loss_mask].flatten())
         assert probs.min() == 1
+    assert torch.cat(agree).double().mean() >= (1 if dtype == torch.float32 else 0.95)
 
 
 def test_label_of_a_position_is_the_targets_distribution_there(captured, target):
@@ -93,8 +96,10 @@ def test_label_of_a_position_is_the_targets_distribution_there(captured, target)
         logits = target.model(sample.ids[None]).logits[0]
     ids, probs = choose_labels("kl", 97)(cut([sample], 5)[0])
     position = len(sample.ids) - 4
-    expected = logits[position - 1].softmax(-1)[ids[position].long()]
-    torch.testing.assert_close(probs[position], expected, rtol=2e-3, atol=1e-4)
+    expected = logits[position - 1].float().softmax(-1)[ids[position].long()]
+    # float16 of the log-probabilities; a bfloat16 logit of 8 to 16 is rounded by 0.03.
+    rough = {torch.float32: 2e-3, torch.bfloat16: 5e-2}[target.dtype]
+    torch.testing.assert_close(probs[position], expected, rtol=rough, atol=1e-4)
 
 
 def test_training_that_needs_log_probabilities_without_any_is_refused(samples):

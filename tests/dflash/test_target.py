@@ -9,6 +9,11 @@ from dflash.target import common_prefix, load_target
 TAPS = (1, 2, 4)
 
 
+@pytest.fixture(scope="session")
+def dtype():
+    return torch.float32
+
+
 @pytest.mark.parametrize(
     ("layers", "taps"),
     [

@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash.checkpoint import convert_folder, load_drafter, save_drafter
-from dflash.decode import decode
 from dflash.model import drafter_of, new_drafter
 from dflash.replay import Request, replay
 from dflash.sampled import chances
 from dflash.sampling import GREEDY
 from dflash.vocabulary import frequent_tokens, set_vocabulary
+from tests.tiny import check_rounds, served
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_frequent_tokens_fill_up_with_the_lowest_ids():
 
 
 def test_other_tokens_are_never_drafted(reduced, target, known):
-    hidden = torch.randn(4, 3, 32, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(4, 3, 32, generator=torch.Generator().manual_seed(0)).to(target.dtype)
     logits = reduced.logits(hidden, target.head)
     assert logits.shape == (4, 3, 97)
     assert logits.isfinite().nonzero()[:, -1].unique().tolist() == known.tolist()
@@ -45,19 +45,20 @@ def test_other_tokens_are_never_drafted(reduced, target, known):
 
 
 def test_replay_and_chances_equal_the_reference_decoder(reduced, trained, target, samples):
-    others = 0
+    others, found, decoded = 0, [], []
     for sample in samples:
         prompt = sample.ids[~sample.loss_mask].tolist()
-        request = Request(sample.ids, len(prompt), sample.features)
-        real = decode(target, prompt, 40, (), reduced, 5)
+        real, request = served(target, reduced, prompt, 40, 5)
         borrowed = (target.embedding, target.head)
         [rounds] = replay(reduced, *borrowed, [request], 5)
-        assert real.accepted == rounds
+        found.append(rounds)
+        decoded.append(real)
         [whole] = replay(trained, *borrowed, [request], 5)
         others += whole != rounds
-        last = target.features([sample.ids.tolist()], trained.cfg.target_layer_ids)[0].last
+        last = target.features([request.ids.tolist()], trained.cfg.target_layer_ids)[0].last
         given = chances(reduced, *borrowed, request, last, GREEDY, 5, False).given_text
         assert int(given[0].cumprod(0).sum()) == rounds[0]
+    check_rounds(found, decoded, target)
     assert others > 2, "what is missing was never drafted: the test says nothing"
 
 

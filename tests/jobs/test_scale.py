@@ -1,6 +1,9 @@
 """One run, whatever executes it: workers, shards, kills, and what a plan says before."""
 
+import os
 import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,11 +20,14 @@ from dflash.model import new_drafter
 from dflash.target import load_target
 from jobs import plan, train
 from jobs.checkpoints import commit_state, newest_state, read_state
-from jobs.feed import val_rows
+from jobs.cluster import cpus_each
+from jobs.feed import training_set, val_rows
 from jobs.loop import progress_file
+from jobs.pin import live_pin, run_name
 from jobs.shape import drafter_config
 from jobs.tracking import Tracker
 from tests.tiny import memorise
+from tests.work import SETTINGS as WORK
 from tests.work import configure, make_base
 
 # 3 samples on 2 workers: a rank has a step without a second sample. Small steps: float order grows.
@@ -137,7 +143,7 @@ def test_a_domain_with_a_mix_stops_when_nothing_gets_better(fresh, tmp_path):
     assert load_file(exported).keys() == load_file(base / "model.safetensors").keys()
     for name, tensor in load_file(exported).items():
         assert torch.equal(tensor, load_file(base / "model.safetensors")[name])
-    data = train.training_set(cfg, 4)
+    data = training_set(cfg, live_pin(cfg), 4)
     assert {s.domain for s in data.samples[: data.num_main]} == {"a"}
     assert {s.domain for s in data.samples[data.num_main :]} == {"b"}
 
@@ -146,7 +152,7 @@ def test_a_domain_with_a_mix_stops_when_nothing_gets_better(fresh, tmp_path):
 def test_what_a_base_may_lose_is_remembered_by_a_resumed_run(work, fresh, tmp_path):
     """A learning rate that spoils it: the base was best before the interruption and stays it."""
     cfg = configure(work, *SETTINGS)
-    rows, target = val_rows(cfg), load_target(cfg.target_path, torch.float32)
+    rows, target = val_rows(cfg, live_pin(cfg)), load_target(cfg.target_path, torch.float32)
     base = new_drafter(drafter_config(configure(work, "drafter.draft_vocab=0")), 0)
     begun = [(row["prompt_ids"] + row["output_ids"])[:8] for row in rows]  # of one length
     memorise(base, target, begun, 20)
@@ -174,7 +180,7 @@ def test_a_loss_that_is_not_finite_stops_at_once(fresh):
 def test_the_run_is_named_by_what_decides_its_result(work, tmp_path):
     def name(*more):
         cfg = configure(work, *more)
-        return plan.run_name(cfg, plan.run_shape(cfg))
+        return run_name(cfg, plan.run_shape(cfg), live_pin(cfg))
 
     same = ["train.workers=4", "train.device=cpu", "train.shard=fsdp", "train.micro_batch=1"]
     same += ["train.cache_gib=0.5", "train.checkpoint_every=3"]
@@ -201,7 +207,9 @@ def test_settings_that_need_what_is_not_there_are_refused_before_ray(work, tmp_p
     base = make_base(configure(work), tmp_path / "base")
     with pytest.raises(ValueError, match=r"query names no matrix.*choose from fc, q_proj"):
         train.run(configure(work, f"train.base={base}", *lora))
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 1.0})
+    found = {"CPU": 8.0, "GPU": 1.0}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: found)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": found}])
     with pytest.raises(ValueError, match="the Ray cluster has 1 GPUs"):
         train._scaling(configure(work, "train.device=cuda", "train.workers=2"))
     on_gpu = train._scaling(configure(work, "train.workers=1"))
@@ -292,3 +300,35 @@ def test_plan_tells_start_resume_and_reuse_and_its_numbers_hold(work, fresh, one
     assert found["disk_bytes"]["drafter"] == pytest.approx(exported.stat().st_size, rel=0.1)
     memory = sum(found["memory_bytes"].values())
     assert memory / 2 < summary["peak_memory_bytes"] < memory * 2
+
+
+@pytest.mark.slow
+def test_a_cluster_of_one_cpu_trains_and_refuses_two_workers(fresh):
+    """As in a container with `--cpus=1`: Ray would wait for a second CPU for ever."""
+    words = [f"work={fresh}", *WORK, *SETTINGS, "train.steps=2", "ray.num_cpus=1"]
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+
+    def run(*more):
+        command = [sys.executable, "-m", "jobs.train", *words, *more]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+
+    two = run("train.workers=2")
+    assert two.returncode == 2
+    assert "train.workers=2, but the local Ray cluster has 1 CPUs" in two.stderr
+    assert "Traceback" not in two.stderr
+    assert run().returncode == 0
+
+
+def test_workers_get_what_one_machine_can_give():
+    """Four machines of 4 CPUs have 16, but two workers of 8 would never start."""
+
+    def cpus(workers, resources, gpus=0):
+        nodes = [{"Alive": True, "Resources": found} for found in resources]
+        return cpus_each([*nodes, {"Alive": False, "Resources": {}}], workers, gpus)
+
+    assert cpus(2, [{"CPU": 4.0}] * 4) == 4
+    assert cpus(5, [{"CPU": 4.0}] * 4) == 2
+    assert cpus(3, [{"CPU": 8.0}, {"CPU": 2.0}]) == 2
+    assert cpus(2, [{"CPU": 1.0}]) == 0
+    assert cpus(2, [{"CPU": 8.0, "GPU": 1.0}] * 2, 1) == 8
+    assert cpus(2, [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 64.0}], 1) == 4
