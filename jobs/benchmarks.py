@@ -146,8 +146,8 @@ def _lines(path: Path, zipped: bool) -> Iterator[str]:
             yield from io.TextIOWrapper(cast(BinaryIO, stream), "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path}: not UTF-8 text ({error.reason}, byte {error.start} of a block). A regression "
-            "set has one JSON object a line, as text or gzip, or is a Parquet file"
+            f"{path}: not UTF-8 text ({error.reason}). A regression set has one JSON "
+            "object a line, as text or gzip, or is a Parquet file"
         ) from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(

@@ -161,7 +161,7 @@ def test_a_file_is_read_by_what_is_in_it(tmp_path, name, content):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (packed(LINES)[:-12], r"damaged or cut gzip \(.*\): fetch or pack it anew"),
+        (packed(LINES)[:-12], r"damaged or cut gzip \(.*\): fetch or pack it again"),
         (packed(LINES) + b"trailing bytes", r"damaged or cut gzip"),
         (packed(LINES)[:12] + bytes(8) + packed(LINES)[20:], r"damaged or cut gzip"),
         (b"PK\x03\x04\xff\xfe", "not UTF-8 text.*one JSON object a line"),
@@ -169,6 +169,7 @@ def test_a_file_is_read_by_what_is_in_it(tmp_path, name, content):
         (packed("")[:-8] + b"\xff" * 8, "damaged or cut gzip"),
         (b"PAR1" + bytes(40), "damaged Parquet file"),
     ],
+    ids=["cut", "trailing", "overwritten", "zip", "utf-16", "wrong sum", "parquet"],
 )
 def test_a_cut_or_foreign_file_is_one_message_that_names_it(tmp_path, content, message):
     """EOFError and UnicodeDecodeError came as tracebacks, without the name of the file."""

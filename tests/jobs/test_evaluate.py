@@ -9,11 +9,11 @@ import torch
 from dflash.acceptance import tau
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.decode import decode
-from dflash.identity import target_id
 from dflash.model import new_drafter
 from dflash.replay import Request, replay
 from dflash.target import load_target
 from jobs import evaluate, harvest, regression, sides
+from jobs.benchmarks import read_prompts
 from jobs.config import Config, load
 from jobs.gate import refusals
 from jobs.samples import load_requests
@@ -104,34 +104,26 @@ def test_a_regression_set_is_answered_once_and_walked(work, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_regression_answers_end_where_the_engine_ends_them(work, tmp_path, dtype):
-    """At every end of text, in the dtype that the config says, which the answers name; one that
-    generation_config.json gets later is another target.
+    """At an end of text that generation_config.json alone knows, where vLLM stops, too; in the
+    dtype that the config says, which the answers name.
     """
     target = shutil.copytree(work / "target", tmp_path / "target")
-    gsm = write(
-        tmp_path / "g.jsonl", *[{"question": f"w{5 + i} w9", "answer": ""} for i in range(6)]
-    )
-    words = ["evaluate.regression_tokens=24", f"target.path={target}", f"target.dtype={dtype}"]
-    cfg = configure(tmp_path, f"evaluate.regression=[{gsm}]", *words)
-    first = answers(cfg)
-    end = first[0][2][3]  # the fourth token of an answer that did not end there
+    asked = [{"question": f"w{5 + i} w9", "answer": ""} for i in range(6)]
+    prompts = read_prompts(str(write(tmp_path / "g.jsonl", *asked)), 0)
+    words = [f"work={tmp_path}", f"target.dtype={dtype}", "evaluate.regression_tokens=24"]
+    cfg = load(None, words)
+    before = [row["output_ids"] for row in regression.answered(cfg, prompts)]
+    end = before[0][3]
     path = target / "generation_config.json"
     found = json.loads(path.read_text())
     path.write_text(json.dumps(found | {"eos_token_id": [0, end]}))
-    for _, prompt, output in answers(cfg):
-        before = next(o for _, p, o in first if p == prompt)
-        until = before.index(end) + 1 if end in before else len(before)
-        assert output == before[:until]
-
-
-def answers(cfg):
-    """Turns of the newest cached answers."""
-    regression.load_sets(cfg)
-    files = cfg.path("regression", "answers").iterdir()
-    found = json.loads(max(files, key=lambda path: path.stat().st_mtime_ns).read_text())
-    assert found["dtype"] == cfg.target.dtype
-    assert found["target_id"] == target_id(cfg.target_path)
-    return found["turns"]
+    rows = regression.answered(cfg, prompts)
+    for row, whole in zip(rows, before, strict=True):
+        until = whole.index(end) + 1 if end in whole else len(whole)
+        assert row["output_ids"] == whole[:until]
+    kept = [json.loads(path.read_text()) for path in cfg.path("answers").iterdir()]
+    assert {one["dtype"] for one in kept} == {dtype}
+    assert len({one["target_id"] for one in kept}) == 2, "the file is part of the target"
 
 
 def test_a_loss_on_a_regression_set_is_refused(work, tmp_path):
