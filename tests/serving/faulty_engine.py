@@ -149,7 +149,6 @@ FAULTS: list[Callable[[Any], Any]] = [
     slots,
     weights,
     target,
-    lenient,
 ]
 
 
@@ -173,6 +172,9 @@ def main(target_folder: str, drafter: str, prompts: str, out: str, dtype: str) -
     for fault in FAULTS:
         with fault(runner):
             answer(engine, asked["short"], Path(out) / fault.__name__)
+    answer(engine, asked["new"], Path(out) / "strict")
+    with lenient(runner):
+        answer(engine, asked["new"], Path(out) / "lenient")
     answer(engine, asked["long"], Path(out) / "cold")
     answer(engine, asked["long"], Path(out) / "warm")
     for attention in runner.drafter.model.model._attn_layers:
