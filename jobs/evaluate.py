@@ -96,7 +96,7 @@ def run(cfg: Config) -> dict[str, Any]:
             name: {k: tau(pick(rows, walks[k], name)) for k in sorted(walks)}
             for name in domains(rows)
         },
-        "regression": regression(cfg, sides, borrowed),
+        **regression(cfg, sides, borrowed),
     }
     evaluation = save_json(cfg.path("evaluations", f"{folder.name}.json"), evaluation)
     _print(evaluation)
@@ -115,23 +115,25 @@ def leaks(cfg: Config, identity: str, rows: list[Row]) -> dict[str, int]:
 
 
 def regression(cfg: Config, sides: Sequence[Side], borrowed: Borrowed) -> dict[str, Any]:
-    """The comparison on every set of evaluate.regression, each side with its own taps."""
+    """The comparison on every set of evaluate.regression, each side with its own taps, and why
+    there is none on the others.
+    """
     sets = {
         taps: load_sets(cfg.override("drafter", taps=list(taps)))
         for taps in dict.fromkeys(side.taps for side in sides)
     }
     found = {}
-    for name in sets[sides[0].taps]:
+    for name in sets[sides[0].taps].answered:
         walked: list[dict[tuple[str, str], tuple[Row, list[int]]]] = []
         for side in sides:
-            rows, asked = sets[side.taps][name]
+            rows, asked = sets[side.taps].answered[name]
             walks = replay(side.drafter, *borrowed, asked, side.k)
             keys = [(row["conversation_id"], row["sample_id"]) for row in rows]
             walked.append(dict(zip(keys, zip(rows, walks, strict=True), strict=True)))
         both = [key for key in walked[0] if all(key in other for other in walked)]
         walks = [[one[key][1] for key in both] for one in walked]
         found[name] = compare(cfg, [walked[0][key][0] for key in both], sides, walks)
-    return found
+    return {"regression": found, "regression_skipped": sets[sides[0].taps].skipped}
 
 
 def draftable(drafter: Drafter, head: Tensor, requests: Sequence[Request]) -> float:

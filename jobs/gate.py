@@ -71,6 +71,8 @@ def refusals(limits: Promote, evaluation: Fields, champion: Version | None) -> l
                 f"domain {short_name(domain)} loses {loss:.3f} tau, more than "
                 f"promote.max_domain_loss {limits.max_domain_loss}"
             )
+    for name, why in evaluation.get("regression_skipped", {}).items():
+        reasons.append(f"regression set {name} was not measured: {why}")
     for name, found in evaluation.get("regression", {}).items():
         if found["baseline"] and -found["baseline"]["delta"] > limits.max_domain_loss:
             reasons.append(

@@ -13,8 +13,7 @@ from dflash.target import load_target, target_id
 from jobs.comparison import differing
 from jobs.config import Config
 from jobs.evaluate import acceptance_row, commit_rows
-from jobs.shape import compute_device, end_tokens
-from serving.memory import GIB, free_bytes, weight_bytes
+from jobs.shape import compute_device, end_tokens, unfit
 from store.ids import drafter_version
 
 Row = dict[str, Any]
@@ -63,15 +62,8 @@ def check_reference(cfg: Config, folder: Path, rows: list[Row]) -> dict[str, Any
 
 def too_large(cfg: Config) -> str:
     """Why the target cannot be held in float32; empty if it can."""
-    needed = weight_bytes(cfg.target_path, torch.float32.itemsize)
-    on_gpu = compute_device(cfg) == "cuda"
-    free = torch.cuda.mem_get_info()[0] if on_gpu else free_bytes()
-    if needed < free:
-        return ""
-    return (
-        f"the target takes {needed / GIB:.1f} GiB in float32, {free / GIB:.1f} GiB are free on "
-        f"the {'GPU' if on_gpu else 'CPU'}: the reference decoder was not run"
-    )
+    why = unfit(cfg, torch.float32)
+    return f"{why}: the reference decoder was not run" if why else ""
 
 
 def commit_decoded(

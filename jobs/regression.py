@@ -6,8 +6,9 @@ are harvested like any traffic, in the work folder <work>/regression, and cached
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -22,7 +23,7 @@ from jobs.benchmarks import Prompts, read_prompts
 from jobs.config import Config
 from jobs.console import short_name
 from jobs.samples import set_aside, with_features
-from jobs.shape import compute_device, compute_dtype, end_tokens, target_tokenizer
+from jobs.shape import compute_device, compute_dtype, end_tokens, target_tokenizer, unfit
 from jobs.slices import Row
 from store.files import commit, read_json
 from store.ids import sample_id, short_hash
@@ -32,8 +33,17 @@ from store.shards import is_complete, shard_info, write_manifest, write_shard
 Message = dict[str, str]
 
 
-def load_sets(cfg: Config) -> dict[str, tuple[list[Row], list[Request]]]:
-    """{name: (rows, requests)} of every set in evaluate.regression, answered and harvested.
+@dataclass(frozen=True, slots=True)
+class Sets:
+    """Sets by name: rows and requests of those that are answered, why not of the others."""
+
+    answered: dict[str, tuple[list[Row], list[Request]]]
+    skipped: dict[str, str]
+
+
+def load_sets(cfg: Config) -> Sets:
+    """Every set in evaluate.regression, answered and harvested; skipped where the target, which
+    has to answer it first, does not fit into memory.
 
     Raises ValueError for a file without a known shape (jobs.benchmarks) and for two sets of the
     same name.
@@ -47,14 +57,16 @@ def load_sets(cfg: Config) -> dict[str, tuple[list[Row], list[Request]]]:
         work=str(cfg.path("regression")),
         target=replace(cfg.target, path=str(cfg.target_path)),
     )
-    rows = {prompts.name: answered(inner, prompts) for prompts in sets}
+    why = unfit(inner, compute_dtype(inner)) if sets else ""
+    skipped = {p.name: why for p in sets if why and not answers_file(inner, p).is_file()}
+    rows = {p.name: answered(inner, p) for p in sets if p.name not in skipped}
     if rows:
         harvest.run(inner)
         aside = set_aside(inner)
         rows = {
             name: [r for r in more if r["sample_id"] not in aside] for name, more in rows.items()
         }
-    return {name: (found, with_features(inner, found)) for name, found in rows.items()}
+    return Sets({name: (r, with_features(inner, r)) for name, r in rows.items()}, skipped)
 
 
 def answered(cfg: Config, prompts: Prompts) -> list[Row]:
@@ -63,23 +75,27 @@ def answered(cfg: Config, prompts: Prompts) -> list[Row]:
     They are computed where and in what the config says, and kept by that dtype.
     """
     identity, dtype = target_id(cfg.target_path), compute_dtype(cfg)
-    longest = cfg.evaluate.regression_tokens
-    key = short_hash([identity, str(dtype), longest, prompts.conversations])
-    path = cfg.path("answers", f"{key}.json")
+    path = answers_file(cfg, prompts)
     if not path.is_file():
         target = load_target(cfg.target_path, dtype, compute_device(cfg))
-        turns = answer(cfg, target, prompts, longest)
+        turns = answer(cfg, target, prompts, cfg.evaluate.regression_tokens)
         made = {"target_id": identity, "dtype": str(dtype).removeprefix("torch."), "turns": turns}
         data = json.dumps(made).encode()
         path.parent.mkdir(parents=True, exist_ok=True)
         commit(path, lambda stream: stream.write(data))
     turns = read_json(path, ["turns"], "remove it and evaluate again")["turns"]
     rows = [traffic_row(identity, prompts.name, *turn) for turn in turns]
-    shard = cfg.path("traffic") / f"{key}.parquet"
+    shard = cfg.path("traffic") / f"{path.stem}.parquet"
     table = pa.Table.from_pylist(rows, schema=TRAFFIC)
     info = shard_info(shard) if is_complete(shard) else write_shard(shard, table)
-    write_manifest(shard.parent, key, [info], {"set": prompts.name, "shape": prompts.shape})
+    write_manifest(shard.parent, path.stem, [info], {"set": prompts.name, "shape": prompts.shape})
     return rows
+
+
+def answers_file(cfg: Config, prompts: Prompts) -> Path:
+    """Where the answers of this target, dtype and length limit to these prompts are kept."""
+    made = [target_id(cfg.target_path), str(compute_dtype(cfg)), cfg.evaluate.regression_tokens]
+    return cfg.path("answers", f"{short_hash([*made, prompts.conversations])}.json")
 
 
 def traffic_row(

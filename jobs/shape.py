@@ -11,6 +11,7 @@ from dflash.config import DrafterConfig, check_taps, default_taps
 from dflash.identity import legacy_target_id
 from dflash.target import read_target_config, resolve_dtype, target_id
 from jobs.config import Config
+from serving.memory import GIB, free_bytes, weight_bytes
 from store.traffic import read_traffic
 
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.tiktoken", "tekken.json")
@@ -47,6 +48,19 @@ def compute_device(cfg: Config) -> str:
 def compute_dtype(cfg: Config) -> torch.dtype:
     """target.dtype, auto resolved for `compute_device`."""
     return resolve_dtype(cfg.target.dtype, compute_device(cfg))
+
+
+def unfit(cfg: Config, dtype: torch.dtype) -> str:
+    """Why the target in this dtype does not fit into what is free here now; empty if it does."""
+    needed = weight_bytes(cfg.target_path, dtype.itemsize)
+    on_gpu = compute_device(cfg) == "cuda"
+    free = torch.cuda.mem_get_info()[0] if on_gpu else free_bytes()
+    if needed < free:
+        return ""
+    return (
+        f"the target takes {needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, "
+        f"{free / GIB:.1f} GiB are free on the {'GPU' if on_gpu else 'CPU'}"
+    )
 
 
 def target_taps(cfg: Config) -> tuple[int, ...]:

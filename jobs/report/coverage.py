@@ -128,8 +128,11 @@ def _baseline(facts: Facts) -> Line:
 
 def _regression(facts: Facts) -> Line:
     sets = facts.evaluation["regression"]
-    parts = ", ".join(f"{name} {one['samples']} prompts" for name, one in sets.items())
-    return _line("regression sets", bool(sets), parts or "evaluate.regression names none")
+    parts = [f"{name} {one['samples']} prompts" for name, one in sets.items()]
+    skipped = facts.evaluation.get("regression_skipped", {})
+    parts += [f"not {name}: {why}" for name, why in skipped.items()]
+    text = ", ".join(parts) or "evaluate.regression names none"
+    return _line("regression sets", bool(sets) and not skipped, text)
 
 
 def _preflight(facts: Facts) -> Line:

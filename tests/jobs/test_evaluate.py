@@ -12,7 +12,7 @@ from dflash.decode import decode
 from dflash.model import new_drafter
 from dflash.replay import Request, replay
 from dflash.target import load_target
-from jobs import evaluate, harvest, regression, sides
+from jobs import evaluate, harvest, regression, shape, sides
 from jobs.benchmarks import read_prompts
 from jobs.config import Config, load
 from jobs.gate import refusals
@@ -95,11 +95,12 @@ def test_a_regression_set_is_answered_once_and_walked(work, tmp_path, monkeypatc
         walks += replay(drafter, target.embedding, target.head, [request], 4)
     assert found["gsm"]["tau"]["pooled"] == pytest.approx(tau(walks), abs=0.05)
     sets = regression.load_sets(cfg)
-    first, second = sets["chats"][0]
+    first, second = sets.answered["chats"][0]
     assert second["prompt_ids"][:3] == first["prompt_ids"] == [5, 6, 9]
     assert second["prompt_ids"][-2:] == [7, 9], "the second question follows the first answer"
     monkeypatch.setattr(regression, "load_target", None)  # answers come from the cache
-    assert regression.load_sets(cfg).keys() == {"gsm", "chats"}
+    monkeypatch.setattr(shape, "free_bytes", lambda: 1000)
+    assert regression.load_sets(cfg).answered.keys() == {"gsm", "chats"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -124,6 +125,22 @@ def test_regression_answers_end_where_the_engine_ends_them(work, tmp_path, dtype
     kept = [json.loads(path.read_text()) for path in cfg.path("answers").iterdir()]
     assert {one["dtype"] for one in kept} == {dtype}
     assert len({one["target_id"] for one in kept}) == 2, "the file is part of the target"
+
+
+def test_a_set_that_a_target_too_large_would_have_to_answer_is_skipped_by_name(
+    work, tmp_path, monkeypatch
+):
+    """Nothing is loaded, the evaluation says why, and the gate does not pass over it."""
+    gsm = write(tmp_path / "large.jsonl", {"question": "w31 w9", "answer": ""})
+    monkeypatch.setattr(shape, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(regression, "load_target", None)
+    cfg = configure(work, f"evaluate.regression=[{gsm}]")
+    found = evaluate.run(cfg)
+    assert found["regression"] == {}
+    why = found["regression_skipped"]["large"]
+    assert "GiB in float32, 0.0 GiB are free on the CPU" in why
+    reasons = refusals(cfg.promote, found, None)
+    assert f"regression set large was not measured: {why}" in reasons
 
 
 def test_a_loss_on_a_regression_set_is_refused(work, tmp_path):

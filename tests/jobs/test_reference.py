@@ -10,7 +10,7 @@ from dflash.acceptance import num_rounds, positions, tau
 from dflash.checkpoint import drafter_sha256, load_drafter
 from dflash.replay import replay
 from dflash.target import load_borrowed, target_id
-from jobs import evaluate, reference, sql
+from jobs import evaluate, reference, shape, sql
 from jobs.config import load
 from jobs.reference import check_reference
 from jobs.samples import load_requests
@@ -60,7 +60,7 @@ def cfg(tmp_path_factory, rivals):
 
 
 def test_a_target_too_large_for_float32_is_skipped_by_name(cfg, monkeypatch):
-    monkeypatch.setattr(reference, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(shape, "free_bytes", lambda: 1000)
     monkeypatch.setattr(reference, "load_target", lambda *args: pytest.fail("loaded"))
     rows = load_requests(cfg, "test")[0]
     found = check_reference(cfg, cfg.path("drafters", "known"), rows)
