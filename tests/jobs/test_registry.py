@@ -46,8 +46,9 @@ def kept(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(kept):
+def server(kept, empty_database):
     """An MLflow server that keeps artifacts, as a team runs it; ends with the module."""
+    shutil.copy(empty_database, kept / "mlflow.db")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
