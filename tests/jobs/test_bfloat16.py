@@ -16,6 +16,7 @@ BF16 = ["target.dtype=bfloat16", "train.steps=12", "train.checkpoint_every=6", "
 BF16 += ["train.val_every=6", "train.lr=2e-3", "train.seed=3", "evaluate.split=val"]
 
 
+pytestmark = pytest.mark.timeout(600)
 CURVE = 0.02
 
 
