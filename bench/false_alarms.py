@@ -107,7 +107,11 @@ def one_run(
         "round_gaps": [round(d.gap, 4) for d in rounds.differences],
         "tau": [rounds.summary()["tau_replay"], rounds.summary()["tau_served"]],
         "drafts": [found["drafts"], len(found["near_ties"]), found["different"]],
-        "own_noise": [ours.ties, ours.unsure],
+        "own_noise": [
+            ours.noise.drafts,
+            len(ours.noise.mismatches),
+            ours.noise.beyond(ours.ties),
+        ],
         "draft_gaps": [
             round(m["gap"] / m["largest"], 4) for m in found["near_ties"] + found["differences"]
         ],
