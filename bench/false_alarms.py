@@ -3,22 +3,24 @@
     python -m bench.false_alarms work=runs/demo target.dtype=bfloat16
     python -m bench.false_alarms work=runs/demo evaluate.drafter=FOLDER
 
-RUNS times a new draw of the traffic's prompts is answered by a plain server and by one with the
-drafter, and the plain one reads both again; each run is judged as `flywheel verify` and `flywheel
-preflight` judge theirs. The servers start once. `alarms` must be empty. Beside them stands what the
-limits are made from: rates and gaps of tokens, rounds and drafts.
+POOL prompts of the traffic are answered by a plain server and by one with the drafter; the plain
+one reads both again. RUNS times REQUESTS of them are drawn and judged as `flywheel verify` and
+`flywheel preflight` judge theirs. `alarms` must be empty; `detail` has what the limits are made
+from: tokens, rounds and drafts that differ, and their gaps.
 """
 
 import json
 import random
 import sys
 from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from bench.harness import cpu_name
 from dflash.agreement import TIES, tie_bound
+from dflash.diagnose import Answer, Trace
 from jobs.comparison import compare
 from jobs.config import Config, load
 from jobs.console import console
@@ -29,90 +31,134 @@ from jobs.samples import load_rows
 from jobs.serve import dtype_name, served_dtype, server, vllm_version
 from jobs.servers import serving
 from jobs.trial import answer_of, prepare, traces, with_noise
-from serving.client import complete
+from serving.client import Completion, complete
 from serving.drafts import read_drafts
-from serving.greedy import judge, read_again
-from serving.server import Server
+from serving.greedy import Reading, judge, read_again
 
-RUNS, REQUESTS = 20, 16
+POOL, RUNS, REQUESTS = 96, 20, 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """Answers to the same prompts, as servers gave them and as we read them."""
+
+    names: list[str]
+    plain: list[Completion]
+    drafted: list[Completion]
+    control: Reading
+    reading: Reading
+    answers: list[Answer]
+    traces: list[Trace]
+
+    def draw(self, picked: list[int]) -> "Pool":
+        """Those at these places."""
+        each = {
+            name: [getattr(self, name)[i] for i in picked]
+            for name in ("names", "plain", "drafted", "answers", "traces")
+        }
+        return Pool(
+            **each,
+            control=Reading(gaps=[self.control.gaps[i] for i in picked]),
+            reading=Reading(gaps=[self.reading.gaps[i] for i in picked]),
+        )
 
 
 def main(cfg: Config) -> dict[str, Any]:
-    """RUNS runs; returns what the JSON line says."""
+    """RUNS judgements; returns what the JSON line says."""
     folder = find_drafter(cfg, cfg.evaluate.drafter)
     rows = [row for split in ("train", "val", "test") for row in load_rows(cfg, split)]
     ours = prepare(cfg, folder, rows[:1])
-    path = cfg.path("logs", "false-alarms.jsonl")
-    drafted = server(serving(cfg, folder, [ours.k]), "false-alarms-drafted.log")
-    drafted.drafts = path
-    alarms, kept = Counter(), []
-    with server(serving(cfg, "", []), "false-alarms-plain.log") as plain, drafted:
-        for run in range(RUNS):
-            picked = random.Random(run).sample(rows, min(REQUESTS, len(rows)))
-            found = one_run(cfg, ours, picked, plain, drafted)
-            alarms.update(found["alarms"])
-            kept.append(found)
-            console.print(f"run {run + 1} of {RUNS}: {found['alarms'] or 'no alarm'}")
+    picked = random.Random(0).sample(rows, min(POOL, len(rows)))
+    pool = ask(cfg, ours, str(folder), picked)
+    ours = with_noise(cfg, folder, ours, pool.traces)
+    alarms = Counter()
+    for run in range(RUNS):
+        draw = random.Random(run + 1).sample(range(len(picked)), min(REQUESTS, len(picked)))
+        found = [name for name, alarm in judged(cfg, ours, pool.draw(draw)).items() if alarm]
+        alarms.update(found)
+        console.print(f"run {run + 1} of {RUNS}: {', '.join(found) or 'no alarm'}")
+    about = {"dtype": dtype_name(cfg), "requests": REQUESTS, "k": ours.k, "vllm": vllm_version()}
     return {
         "name": "false-alarms",
         "runs": RUNS,
         "alarms": dict(alarms),
-        "detail": {
-            "dtype": dtype_name(cfg),
-            "requests": REQUESTS,
-            "k": ours.k,
-            "vllm": vllm_version(),
-            "cpu": cpu_name(),
-            "runs": kept,
-        },
+        "detail": about | {"cpu": cpu_name(), "pool": described(cfg, ours, pool)},
     }
 
 
-def one_run(
-    cfg: Config, ours: Ours, picked: list[dict[str, Any]], plain: Server, drafted: Server
-) -> dict[str, Any]:
-    """Every check on the answers to these prompts."""
+def ask(cfg: Config, ours: Ours, folder: str, picked: list[dict[str, Any]]) -> Pool:
+    """The answers of a plain and of a drafting server to these prompts."""
     asked, at_once = [as_request(row) for row in picked], cfg.verify.concurrency
-    first = complete(plain.url, asked, at_once)
-    control = read_again(plain.url, first, READ, "")
-    answers = complete(drafted.url, asked, at_once)
-    reading = read_again(plain.url, answers, READ, "")
-    text = judge(first, answers, control, reading, tie_bound(served_dtype(cfg)))
+    drafting = server(serving(cfg, folder, [ours.k]), "false-alarms-drafted.log")
+    drafting.drafts = cfg.path("logs", "false-alarms.jsonl")
+    with drafting:
+        drafted = complete(drafting.url, asked, at_once, "with the drafter")
+    with server(serving(cfg, "", []), "false-alarms-plain.log") as running:
+        plain = complete(running.url, asked, at_once, "without a drafter")
+        control = read_again(running.url, plain, READ, "control")
+        reading = read_again(running.url, drafted, READ, "read again")
     names = [row["sample_id"] for row in picked]
-    read = {answer.request_id: answer_of(ours, answer) for answer in answers}
-    rounds = compare(
-        ours.target,
-        ours.drafter,
-        list(zip(names, answers, strict=True)),
-        ours.k,
-        lambda one: read[one.request_id],
+    answers = [answer_of(ours, one) for one in drafted]
+    return Pool(
+        names=names,
+        plain=plain,
+        drafted=drafted,
+        control=control,
+        reading=reading,
+        answers=answers,
+        traces=traces(names, drafted, answers, read_drafts(cfg.path("logs", "false-alarms.jsonl"))),
     )
-    recorded = read_drafts(cfg.path("logs", "false-alarms.jsonl"))
-    made = traces(names, answers, list(read.values()), recorded)
-    ours = with_noise(cfg, find_drafter(cfg, cfg.evaluate.drafter), ours, made)
-    drafts, found = check_drafts(ours, made)
-    gaps = torch.cat(rounds.gaps)
-    readings = [("plain", control), ("drafted", reading)]
-    checks = {
-        "drafts": drafts.status == "fail",
-        "text": bool(text.different),
-        "rounds": bool(rounds.faults()),
-        "served target": check_text(list(read.values()), TIES[ours.target.dtype]).status == "fail",
-    }
+
+
+def judged(cfg: Config, ours: Ours, pool: Pool) -> dict[str, bool]:
+    """Which checks of a right drafter fail on these answers."""
+    ties = tie_bound(served_dtype(cfg))
+    text = judge(pool.plain, pool.drafted, pool.control, pool.reading, ties)
     return {
-        "alarms": [name for name, alarm in checks.items() if alarm],
-        "texts": [text.requests, text.identical, len(text.different)],
-        "read_again": {name: [r.tokens, r.lost, round(r.largest, 4)] for name, r in readings},
-        "rounds": [rounds.rounds, len(rounds.differences), rounds.identical],
-        "round_gaps": [round(d.gap, 4) for d in rounds.differences],
-        "tau": [rounds.summary()["tau_replay"], rounds.summary()["tau_served"]],
-        "drafts": [found["drafts"], len(found["near_ties"]), found["different"]],
-        "own_noise": [ours.ties, ours.unsure],
-        "draft_gaps": [
-            round(m["gap"] / m["largest"], 4) for m in found["near_ties"] + found["differences"]
-        ],
-        "token_gaps": [round(float(g), 4) for g in gaps[gaps > 0]],
-        "tokens": len(gaps),
+        "text": bool(text.different),
+        "rounds": bool(rounds_of(ours, pool).faults()),
+        "drafts": check_drafts(replace(ours, table=ours.table[:1]), pool.traces)[0].status
+        == "fail",
+        "served target": check_text(pool.answers, ours.ties).status == "fail",
+    }
+
+
+def rounds_of(ours: Ours, pool: Pool) -> Any:
+    """The comparison of rounds, on answers that are read already."""
+    read = {one.request_id: a for one, a in zip(pool.drafted, pool.answers, strict=True)}
+    named = list(zip(pool.names, pool.drafted, strict=True))
+    return compare(ours.target, ours.drafter, named, ours.k, lambda one: read[one.request_id])
+
+
+def described(cfg: Config, ours: Ours, pool: Pool) -> dict[str, Any]:
+    """What the limits are made from, of the whole pool."""
+    text = judge(pool.plain, pool.drafted, pool.control, pool.reading, 0.0)
+    rounds, (_, drafts) = (
+        rounds_of(ours, pool),
+        check_drafts(replace(ours, table=ours.table[:1]), pool.traces),
+    )
+    gaps, ties = torch.cat([a.gaps for a in pool.answers]), TIES[ours.target.dtype]
+    return {
+        "texts": {"requests": text.requests, "identical": text.identical},
+        "read_again": {
+            name: {"tokens": r.tokens, "lost": r.lost, "largest": round(r.largest, 4)}
+            for name, r in (("plain", pool.control), ("drafted", pool.reading))
+        },
+        "served_tokens": {
+            "tokens": len(gaps),
+            "ties": int(((gaps > 0) & (gaps < ties)).sum()),
+            "wrong": int((gaps >= ties).sum()),
+            "largest": float(gaps.max()),
+        },
+        "rounds": {k: v for k, v in rounds.summary().items() if k != "differences"},
+        "round_gaps": sorted(round(d.gap / d.bound, 3) for d in rounds.differences),
+        "drafts": {n: drafts[n] for n in ("drafts", "different")}
+        | {"near_ties": len(drafts["near_ties"])},
+        "own_noise": {
+            "drafts": ours.noise.drafts,
+            "turned": len(ours.noise.mismatches),
+            "beyond": ours.noise.beyond(ours.ties),
+        },
     }
 
 

@@ -143,10 +143,9 @@ class Agreement:
         """Mismatches whose two tokens lie closer than `ties` times the slot's largest logit."""
         return [m for m in self.mismatches if m.gap < ties * m.largest]
 
-    @property
-    def largest(self) -> float:
-        """The largest gap, relative to its slot's largest logit; 0 without a mismatch."""
-        return max((m.gap / m.largest for m in self.mismatches), default=0.0)
+    def beyond(self, ties: float) -> int:
+        """Mismatches that are no near ties."""
+        return len(self.mismatches) - len(self.near_ties(ties))
 
     def share(self, ties: float) -> float:
         """Share of drafts that are equal, or differ at a near tie."""
@@ -256,11 +255,13 @@ def explain(
     head: Tensor,
     traces: Sequence[Trace],
     ties: float,
+    noise: float = 0.0,
 ) -> tuple[Hypothesis | None, list[tuple[Hypothesis, float]]]:
     """The hypothesis behind drafts that differ, and all with the share they give again, best first.
 
     It is None unless the best gives REPRODUCED of the drafts again, among them nine of ten that we
-    draft otherwise: a change that hardly matters would give most of any drafts again.
+    draft otherwise: a change that hardly matters would give most of any drafts again. `noise`: the
+    share of drafts that rounding alone may change beyond near ties; it is forgiven.
     """
 
     def share(hypothesis: Hypothesis) -> float:
@@ -269,8 +270,8 @@ def explain(
 
     ranking = sorted(((h, share(h)) for h in table), key=lambda pair: -pair[1])
     best, again = ranking[0]
-    left = (1 - again) / (1 - share(AS_CONFIGURED) or 1)
-    return (best if again >= REPRODUCED and left <= 0.1 else None), ranking
+    left = max(0.0, 1 - again - noise) / (1 - share(AS_CONFIGURED) or 1)
+    return (best if again >= REPRODUCED - noise and left <= 0.1 else None), ranking
 
 
 def fits_better(

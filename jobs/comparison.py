@@ -29,7 +29,7 @@ FEW = 3.0
 """So many rounds may always be off: of 100 rounds one is a whole point."""
 IDENTICAL = 0.95
 """Share of requests with identical rounds, unless every difference is a near tie."""
-MAX_WRONG, FAR = 0.003, 3.0
+MAX_WRONG, FAR = 0.01, 3.0
 """Share of tokens, drafts or rounds (one at least) that may lose by more than a near tie, by less
 than FAR of them: the tail of the rounding errors. docs/decisions/031-served-text-is-replayed.md"""
 CHUNK, ROUNDS = 16, 32

@@ -20,13 +20,16 @@ from serving.client import Completion
 from serving.drafts import Recorded
 
 MAX_TIES, TWICE = 0.02, 2.0
-"""Share of drafts that may differ at near ties: a drafter that is never sure cannot be compared. To
-it comes TWICE of what our own rounding turns around, the engine's and ours."""
+"""Share of drafts that may differ from ours: a drafter that is never sure cannot be compared. To it
+comes TWICE of what our own rounding turns around, since the engine rounds, too."""
 FEATURE_ERROR = 0.05
 """Relative error per token, median: bfloat16 storage alone gives 0.002."""
 SHOWN = 20
 
 Row = dict[str, Any]
+
+
+NO_NOISE = Agreement(1, [])
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Ours:
     table: list[Hypothesis]
     k: int
     ties: float  # relative logit gap of a near tie in this dtype
-    unsure: float = 0.0  # share of drafts that our own rounding turns around
+    noise: Agreement = NO_NOISE  # drafts that our own rounding turns around
 
     @property
     def borrowed(self) -> tuple[Tensor, Tensor]:
@@ -135,8 +138,10 @@ def check_drafts(ours: Ours, traces: Sequence[Trace]) -> tuple[Check, dict[str, 
         "hypotheses": {},
     }
     text = _counts(own, ours.ties)
-    if same(own, ours.ties):
-        if len(own.mismatches) <= (MAX_TIES + TWICE * ours.unsure) * own.drafts:
+    if same(own, ours.ties, ours.noise):
+        if within(
+            len(own.mismatches), own.drafts, MAX_TIES, len(ours.noise.mismatches), ours.noise
+        ):
             return Check("drafts", text), found
         fix = "train the drafter, or compare in float32 (target.dtype=float32)"
         return Check("drafts", f"{text}: too many to prove anything", "fail", fix), found
@@ -145,7 +150,8 @@ def check_drafts(ours: Ours, traces: Sequence[Trace]) -> tuple[Check, dict[str, 
         fix = "raise serve.max_model_len (and the positions of target and drafter) or send less"
         return Check("drafts", text, "fail", fix), found
     differing = [t for t in traces if t.name in {m.trace for m in own.mismatches}]
-    cause, ranking = explain(ours.table, ours.drafter, *ours.borrowed, differing, ours.ties)
+    unsure = TWICE * ours.noise.beyond(ours.ties) / ours.noise.drafts
+    cause, ranking = explain(ours.table, ours.drafter, *ours.borrowed, differing, ours.ties, unsure)
     found["hypotheses"] = {h.name: share for h, share in ranking}
     if cause is not None:
         text += f"; '{cause.name}' gives vLLM's again: {cause.cause}"
@@ -165,7 +171,7 @@ def check_cache(ours: Ours, warm: Sequence[Trace], hits: float) -> Check:
         return Check("prefix cache", "off, or the probe did not reach it", "skip")
     own = compare(AS_CONFIGURED, ours.drafter, *ours.borrowed, warm)
     text = f"{hits:.0f} cached tokens; {_counts(own, ours.ties)}"
-    if same(own, ours.ties):
+    if same(own, ours.ties, ours.noise):
         return Check("prefix cache", text)
     fix = (
         "without the cache they are ours: the drafter's keys of cached tokens are missing or "
@@ -174,10 +180,21 @@ def check_cache(ours: Ours, warm: Sequence[Trace], hits: float) -> Check:
     return Check("prefix cache", text, "fail", fix)
 
 
-def same(found: Agreement, ties: float) -> bool:
-    """Whether rounding explains every draft that differs: near ties, and the tail behind them."""
-    far = len(found.mismatches) - len(found.near_ties(FAR * ties))
-    return far == 0 and found.share(ties) >= 1 - MAX_WRONG
+def same(found: Agreement, ties: float, noise: Agreement = NO_NOISE) -> bool:
+    """Whether rounding explains every draft that differs: near ties and the tail behind them, or
+    no more drafts, and none further off, than our own rounding turns around.
+    """
+    return within(
+        found.beyond(ties), found.drafts, MAX_WRONG, noise.beyond(ties), noise
+    ) and within(found.beyond(FAR * ties), found.drafts, 0.0, noise.beyond(FAR * ties), noise)
+
+
+def within(count: int, drafts: int, share: float, own: int, noise: Agreement) -> bool:
+    """Whether `count` of `drafts` is no more than this share and TWICE our own count, of
+    `noise.drafts`, with three standard deviations of it.
+    """
+    own_here = own * drafts / noise.drafts
+    return count <= share * drafts + TWICE * own_here + 3 * own_here**0.5
 
 
 def _counts(agreement: Agreement, ties: float) -> str:
