@@ -58,6 +58,8 @@ TRAINING = ["train.steps=2", "train.val_every=1", "train.max_slice_loss=1"]
 def told(tmp_path_factory, rivals):
     """{stage: (exit code, summary, what people see)}: the loop over traffic with these labels."""
     work = shutil.copytree(rivals, tmp_path_factory.mktemp("hostile") / FOLDER)
+    shutil.rmtree(work / "traffic")  # of the same samples with other labels
+    shutil.rmtree(work / "rejects")
     log = work / "capture" / "log.jsonl"
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert len(records) == len(LABELS)

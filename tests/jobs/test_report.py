@@ -19,7 +19,8 @@ from jobs.report.facts import Facts
 from jobs.report.page import interval, render
 from jobs.tracking import experiment_id
 from store import promotions
-from store.schemas import ACCEPTANCE
+from store.schemas import ACCEPTANCE, SET_ASIDE
+from store.set_aside import write_set_aside
 from store.shards import write_manifest, write_shard
 
 OURS, THEIRS = "a" * 64, "b" * 64
@@ -293,6 +294,21 @@ def test_text_known_from_training_is_a_warning_on_the_page(cfg, measured):
         assert "never trained on" not in page.text
         told = {text.partition(":")[0]: done for done, text in cells(page, "coverage")}
         assert told["held-out text apart from training text"] == done
+
+
+def test_samples_set_aside_are_counted_once_and_by_reason(cfg, measured):
+    told = dict(cells(read(cfg), "coverage")[i][::-1] for i in (2,))
+    assert list(told) == ["samples set aside:\nnone"]
+    row = dict.fromkeys(SET_ASIDE.names) | {"target_id": "t1", "reason": "other_text"}
+    for key in ("taps-a", "taps-b"):  # the same sample, under two choices of layers
+        names = ("s1", "s2")
+        write_set_aside(
+            cfg.path("set_aside"), [row | {"sample_id": n, "features_key": key} for n in names]
+        )
+    other = row | {"sample_id": "s3", "target_id": "t2", "features_key": "taps-a"}
+    write_set_aside(cfg.path("set_aside"), [other])
+    text = cells(read(cfg), "coverage")[2][1]
+    assert "2 samples were set aside by harvest, mostly other_text: 2" in text
 
 
 def test_same_rows_give_the_same_pictures(cfg, measured):
