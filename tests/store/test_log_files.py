@@ -35,7 +35,11 @@ def parse(path) -> list[Any]:
     return list(parse_log(path, size, sha256, RULES))
 
 
-PACKED = [gzip.compress(LINES), zstd(LINES), gzip.compress(LINES[:99]) + gzip.compress(LINES[99:])]
+PACKED = [
+    gzip.compress(LINES, mtime=0),
+    zstd(LINES),
+    gzip.compress(LINES[:99], mtime=0) + gzip.compress(LINES[99:], mtime=0),
+]
 
 
 @pytest.mark.parametrize("data", [*PACKED, PACKED[0] + b"\0" * 512])
@@ -51,7 +55,7 @@ def test_compressed_logs_are_read_whatever_their_name(tmp_path, data):
 @pytest.mark.parametrize("level", [0, 6])
 def test_a_torn_gzip_gives_the_records_before_the_tear_and_one_reject(tmp_path, level):
     path = tmp_path / "log.gz"
-    path.write_bytes(gzip.compress(LINES, level)[:-60])
+    path.write_bytes(gzip.compress(LINES, level, mtime=0)[:-60])
     *rows, reject = parse(path)
     assert [row["request_id"] for row in rows] == [f"r{i}" for i in range(len(rows))]
     assert rows
@@ -61,7 +65,7 @@ def test_a_torn_gzip_gives_the_records_before_the_tear_and_one_reject(tmp_path, 
 
 def test_what_follows_a_gzip_file_is_one_reject(tmp_path):
     path = tmp_path / "log.gz"
-    path.write_bytes(gzip.compress(LINES) + b"tr")
+    path.write_bytes(gzip.compress(LINES, mtime=0) + b"tr")
     *rows, reject = parse(path)
     assert len(rows) == 50
     assert (type(reject), reject.offset, reject.reason) == (Reject, len(LINES), "damaged_file")
@@ -69,7 +73,7 @@ def test_what_follows_a_gzip_file_is_one_reject(tmp_path):
 
 def test_a_large_compressed_log_is_read_in_pieces(tmp_path):
     data = os.urandom(3 << 20)
-    (tmp_path / "log").write_bytes(gzip.compress(data, 0))
+    (tmp_path / "log").write_bytes(gzip.compress(data, 0, mtime=0))
     with open_log(tmp_path / "log") as stream:
         assert zlib.crc32(stream.read()) == zlib.crc32(data)
 
@@ -97,7 +101,7 @@ def test_rotated_logs_of_a_folder_are_found_and_the_rest_is_named(tmp_path):
         (b"PAR1....", "Parquet"),
         (b"\xff\xfe{\0", "UTF-16"),
         (b"INFO 11-30 12:00:00 [logger.py:39] Received request chat-1: prompt: 'a'\n", "server"),
-        (gzip.compress(b'[\n {"messages": []}'), "one JSON array"),
+        (gzip.compress(b'[\n {"messages": []}', mtime=0), "one JSON array"),
         (LINES, None),
         (b"[1, 2\n" + LINES, None),
         (b'[{"torn": \n' + LINES, None),
