@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,18 +144,9 @@ def show(summary: Mapping[str, Any], aside: Sequence[Row]) -> None:
 
 def _harvest(cfg: Config, rows: pa.Table, folder: Path) -> Harvested:
     size, found = cfg.harvest.samples_per_shard, Harvested()
-    if rows.num_rows == 0:
-        return found
     chunks = [rows.slice(i, size) for i in range(0, rows.num_rows, size)]
-    with cluster(cfg), tqdm(total=rows.num_rows, desc="harvest", unit="sample") as bar:
-        share = actor_share(cfg, ray.nodes())
-        note_waiting(share, min(cfg.harvest.workers, len(chunks)))
-        actors = [
-            Harvester.options(**share).remote(cfg, max(1, int(share["num_cpus"])))
-            for _ in range(min(cfg.harvest.workers, len(chunks)))
-        ]
-        pool: Any = ray.util.ActorPool(actors)
-        for done in pool.map_unordered(partial(_shard, folder), chunks):
+    with tqdm(total=rows.num_rows, desc="harvest", unit="sample", disable=not chunks) as bar:
+        for done in by_actors(cfg, folder, chunks) if chunks else ():
             found.paths += done.paths
             found.samples += done.samples
             found.aside += done.aside
@@ -164,11 +154,18 @@ def _harvest(cfg: Config, rows: pa.Table, folder: Path) -> Harvested:
     return found
 
 
-def _shard(folder: Path, actor: Any, chunk: pa.Table) -> Any:
-    """Called when an actor is free: only then the chunk becomes Python lists."""
-    rows = chunk.to_pylist()
-    path = folder / f"{short_hash([row['sample_id'] for row in rows])}.parquet"
-    return actor.shard.remote(path, rows)
+def by_actors(cfg: Config, folder: Path, chunks: Sequence[pa.Table]) -> Iterator[Harvested]:
+    """The work of each chunk, in the order in which it is done, by Ray actors."""
+    with cluster(cfg):
+        num_actors, share = min(cfg.harvest.workers, len(chunks)), actor_share(cfg, ray.nodes())
+        note_waiting(share, num_actors)
+        remote = ray.remote(Harvester).options(**share)
+        actors = [remote.remote(cfg, max(1, int(share["num_cpus"]))) for _ in range(num_actors)]
+        pool: Any = ray.util.ActorPool(actors)
+        # A chunk becomes Python lists when an actor is free for it.
+        yield from pool.map_unordered(
+            lambda actor, chunk: actor.shard.remote(folder, chunk.to_pylist()), chunks
+        )
 
 
 def actor_share(cfg: Config, nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -208,9 +205,8 @@ def note_waiting(share: Mapping[str, float], num_actors: int) -> None:
             )
 
 
-@ray.remote
 class Harvester:
-    """One target engine; writes whole shards."""
+    """One target engine; writes whole shards. An actor is one in a process of its own."""
 
     def __init__(self, cfg: Config, threads: int):
         torch.set_num_threads(threads)
@@ -218,8 +214,8 @@ class Harvester:
         self.identity = target_id(cfg.target_path)
         self.backend, self.head = make_backend(cfg)
 
-    def shard(self, path: Path, rows: list[Row]) -> Harvested:
-        """Harvest `rows` into the shard `path`; without one if all of them are set aside."""
+    def shard(self, folder: Path, rows: list[Row]) -> Harvested:
+        """Harvest `rows` into one shard of `folder`; without one if all of them are set aside."""
         top_k, made = self.cfg.harvest.top_k, {}
         done = Harvested()
         for batch in _batches(rows, self.cfg.harvest.batch_tokens):
@@ -227,13 +223,14 @@ class Harvester:
             for row, features in zip(batch, self.backend.features(ids, self.taps), strict=True):
                 fault = screen(row, features, self.head)
                 if fault:
-                    done.aside.append(aside_row(row, self.identity, path.parent.name, fault))
+                    done.aside.append(aside_row(row, self.identity, folder.name, fault))
                 else:
                     made[row["sample_id"]] = feature_row(row, features, self.head, top_k)
         if made:
             hidden = target_config(self.cfg)["hidden_size"]
             schema = features_schema(self.identity, list(self.taps), hidden, top_k=top_k)
             kept = [made[row["sample_id"]] for row in rows if row["sample_id"] in made]
+            path = folder / f"{short_hash([row['sample_id'] for row in rows])}.parquet"
             write_shard(path, pa.Table.from_pylist(kept, schema=schema))
             done.paths, done.samples = [path], len(kept)
         return done

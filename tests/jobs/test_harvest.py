@@ -42,8 +42,20 @@ def models(tmp_path_factory):
     return make_target(folder / "own"), make_target(folder / "other", "qwen3")
 
 
+@pytest.fixture
+def in_process(monkeypatch):
+    """No Ray: an actor takes seconds to start. `harvested` (tests/conftest.py) was made by some."""
+    monkeypatch.setattr(harvest, "by_actors", here)
+
+
+def here(cfg, folder, chunks):
+    worker = harvest.Harvester(cfg, 1)
+    for chunk in chunks:
+        yield worker.shard(folder, chunk.to_pylist())
+
+
 @pytest.fixture(params=DTYPES)
-def mine(request, models, tmp_path, ray_cluster):
+def mine(request, models, tmp_path, in_process):
     """(configuration, target, other model) of a new work folder, computing in one dtype."""
     own, other = (load_target(folder, getattr(torch, request.param)) for folder in models)
     words = [f"target.path={models[0]}", f"target.dtype={request.param}"]
@@ -169,22 +181,18 @@ def test_a_killed_harvest_keeps_its_shards_when_traffic_arrives_in_between(
     cfg, own, _ = mine
     write_log(tmp_path, plain(own))
     ingest.run(cfg)
-    real, started = harvest._shard, []
 
-    def killed(folder, actor, chunk):
-        started.append(chunk)
-        if len(started) == 3:
-            raise KeyboardInterrupt
-        return real(folder, actor, chunk)
+    def killed(cfg, folder, chunks):
+        yield from here(cfg, folder, chunks[:2])
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(harvest, "_shard", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(harvest, "by_actors", killed)
         harvest.run(cfg)
-    monkeypatch.undo()
     folder = harvest.features_folder(cfg, target_id(cfg.target_path))
     assert not shard_paths(folder), "nothing is published"
     finished = sum(shard_info(path).rows for path in folder.glob("[!.]*.parquet"))
-    assert finished >= 8
+    assert finished == 16
     write_log(tmp_path, plain(own, 12, first=NUM), "more.jsonl")
     found = run(cfg)
     assert (found["reused"], found["samples"]) == (finished, NUM + 12 - finished)
@@ -193,7 +201,7 @@ def test_a_killed_harvest_keeps_its_shards_when_traffic_arrives_in_between(
 
 
 @pytest.fixture
-def features(harvested, tmp_path):
+def features(harvested, tmp_path, in_process):
     """(configuration, features folder) of a work folder of one's own."""
     cfg = configure(shutil.copytree(harvested, tmp_path / "work"))
     return cfg, harvest.features_folder(cfg, target_id(cfg.target_path))
