@@ -36,7 +36,9 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 0,
 }
 BFLOAT16 = 1e-2
+"""Each of a few roundings moves a number by up to 2**-9, and none of them adds up."""
 ROUNDS = 0.98
+"""Of replayed rounds that are those decoded, in bfloat16 (measured: 0.9982 and 0.9992)."""
 KINDS: dict[str, Any] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -45,7 +47,7 @@ KINDS: dict[str, Any] = {
 
 def check_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, **exact) -> None:
     """Two ways to compute the same in `dtype`. float32: within `exact`, of assert_close. bfloat16:
-    by the norm of all, a fifth of what bfloat16 is away from float32 (tests/dflash/test_bfloat16).
+    the norm of the difference is at most BFLOAT16 of the whole.
     """
     if dtype == torch.float32:
         torch.testing.assert_close(found, wanted, **exact)
