@@ -191,10 +191,11 @@ def same(found: Agreement, ties: float, noise: Agreement = NO_NOISE) -> bool:
 
 def within(count: int, drafts: int, share: float, own: int, noise: Agreement) -> bool:
     """Whether `count` of `drafts` is no more than this share and TWICE our own count, of
-    `noise.drafts`, with three standard deviations of it.
+    `noise.drafts`, with three standard deviations of it; a count of none may have been one.
     """
     own_here = own * drafts / noise.drafts
-    return count <= share * drafts + TWICE * own_here + 3 * own_here**0.5
+    deviation = max(own_here, float(noise is not NO_NOISE)) ** 0.5
+    return count <= share * drafts + TWICE * own_here + 3 * deviation
 
 
 def _counts(agreement: Agreement, ties: float) -> str:

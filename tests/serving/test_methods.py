@@ -30,6 +30,7 @@ def cfg(tmp_path_factory, ray_cluster, tiny_target, learned_drafter):
         f"work={work}",
         f"target.path={tiny_target}",
         "target.dtype=float32",
+        "drafter.taps=[1,3]",
         "ingest.test_percent=99",
         "ingest.val_percent=0",
         "serve.max_model_len=128",
