@@ -21,7 +21,7 @@ TYPICAL_LOGIT = 32.0
 """Largest absolute logit where only log-probabilities are known (an engine's answer)."""
 
 MOST_OF_ONE = 8.0
-ALLOWED, ALLOWED_PER_TOKEN = 5.0, 0.1
+ALLOWED, ALLOWED_PER_TOKEN = 6.0, 0.1
 """A greedy answer is another's if the sum of its gaps in units of the tie bound (those above 1,
 each counted up to MOST_OF_ONE) exceeds ALLOWED + ALLOWED_PER_TOKEN x positions."""
 
