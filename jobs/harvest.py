@@ -77,8 +77,8 @@ def run(cfg: Config) -> dict[str, Any]:
     done = published(cfg, identity, folder)
     known = read_set_aside(cfg.path("set_aside"), folder.name)
     mine = traffic["sample_id"].to_pylist()
-    skip = pc.is_in(traffic["sample_id"], value_set=pa.array([*done, *known], pa.string()))
-    found = _harvest(cfg, traffic.filter(pc.invert(skip)), folder)
+    skip = pa.array([*done, *known], pa.string())
+    found = _harvest(cfg, traffic.filter(~pc.field("sample_id").isin(skip)), folder)
     shards = [shard_info(path) for path in sorted(found.paths)]
     if shards:
         publish(folder, shards, {"samples": found.samples, "target_id": identity})

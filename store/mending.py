@@ -103,8 +103,8 @@ def _look(path: Path, opened: Opened, found: Mended) -> ShardInfo | None:
     except ValueError:
         found.lost.append(path.name)
         return None
-    names = table["sample_id"]
-    rest = table.filter(pc.invert(pc.is_in(names, value_set=pa.array(sorted(faults), pa.string()))))
+    bad = pa.array(sorted(faults), pa.string())
+    rest = table.filter(~pc.field("sample_id").isin(bad))
     if not rest.num_rows:
         return None
     return write_shard(path.with_name(f"{short_hash(rest['sample_id'].to_pylist())}.parquet"), rest)

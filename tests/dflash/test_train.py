@@ -144,6 +144,8 @@ def test_packed_documents_give_the_gradient_of_separate_ones(config, samples, ta
     for sums, grads in (gradients([picks]), gradients([picks], packed=False)):
         torch.testing.assert_close(sums, separate[0], rtol=SUMS[target.dtype], atol=0)
         for one, other in zip(grads, separate[1], strict=True):
+            assert one is not None
+            assert other is not None
             check_close(one, other, target.dtype, rtol=1e-4, atol=1e-5)
 
 

@@ -165,7 +165,9 @@ def test_rounds_without_room_prove_nothing(targets, known, prompts):
 def test_requests_that_were_drafted_less_are_left_out_by_name(targets, known, prompts):
     target = targets[torch.float32]
     (first, a), (second, b) = served(target, known, prompts[:2])
+    assert a.spec is not None
     less = completion(a.prompt_ids, a.output_ids, a.spec["per_step_accepted"], [K - 1] * 40)
+    assert less.spec is not None
     less.spec["per_step_drafted"] = [K - 1] * len(less.spec["per_step_accepted"])
     found = compare(target, known, [(first, less), (second, b)], K)
     assert (found.left_out, found.names) == ([first], [second])

@@ -79,8 +79,9 @@ def test_what_the_engine_refuses_is_listed_with_its_reason(work, monkeypatch):
 
     def attempt(up):
         plain: Any = Plain()
+        control: Any = None  # nothing is answered, so nothing is compared
         plain.up = up
-        return methods.attempt(cfg, methods.describe(cfg, "ngram"), plain, [], [], [])
+        return methods.attempt(cfg, methods.describe(cfg, "ngram"), plain, [], [], control, [])
 
     cfg = configure(work)
     monkeypatch.setattr(methods, "start", lambda *_: Refusing())

@@ -147,8 +147,9 @@ def test_two_trainings_of_one_run_at_once(fresh):
         "    print('held', other, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", held, str(lock)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
         assert process.stdout.readline() == "held \n"
         with pytest.raises(ValueError, match=rf"{name} is being trained by ann@host, process 7"):
             train.run(cfg)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -158,7 +158,7 @@ def main(target_folder: str, drafter: str, prompts: str, out: str, dtype: str) -
 
     engine = LLM(
         target_folder,
-        dtype=dtype,
+        dtype=cast(Any, dtype),
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_model_len=512,
