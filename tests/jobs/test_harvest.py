@@ -13,6 +13,7 @@ from dflash.sampling import Sampling
 from dflash.target import Features, load_target, target_id
 from jobs import harvest, ingest, samples
 from jobs.screening import exceeds, screen
+from jobs.shape import target_taps
 from jobs.sql import ask
 from store import files
 from store.features import features_row, open_shard
@@ -346,5 +347,5 @@ def test_exactly_the_planted_answers_of_2000_are_set_aside(mine, tmp_path, plant
     assert all(r["found_at"] >= started for r in rows)
     folder = harvest.features_folder(cfg, target_id(cfg.target_path))
     assert sum(shard_info(path).rows for path in shard_paths(folder)) == 2000 - planted
-    taps = [1, 3, 5]
+    taps = list(target_taps(cfg))
     assert open_shard(shard_paths(folder)[0], target_id(cfg.target_path), taps, 32)
