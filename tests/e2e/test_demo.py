@@ -95,14 +95,18 @@ def _lines(folder):
     return sum(len(path.read_bytes().splitlines()) for path in folder.glob("*.jsonl"))
 
 
-def test_served_acceptance_is_the_replayed_one(summary):
+def test_served_acceptance_is_the_replayed_one(summary, dtype):
+    assert summary["ok"], summary["faults"]
     replayed, served = summary["tau_replay"], summary["tau_served"]
     assert served["pooled"] == pytest.approx(replayed["pooled"], rel=0.01)
     for ours, theirs in zip(replayed["positions"], served["positions"], strict=True):
         assert ours == pytest.approx(theirs, abs=0.02)  # some 150 rounds: three of them
     same = summary["same_text"]
     assert same["requests"] == summary["requests"], "the served text is replayed, whatever it is"
-    assert same["identical_rounds"] >= 0.9 * same["requests"]
+    # A near tie every hundred rounds is what two right computations in bfloat16 have.
+    assert summary["comparison"]["differing_rounds"] <= 0.05 * summary["rounds"]
+    if dtype == "float32":
+        assert same["identical_rounds"] >= 0.9 * same["requests"]
 
 
 def test_replay_is_the_reference_decoder(summary):
