@@ -190,12 +190,12 @@ def test_a_base_brings_its_mask_token(work, tmp_path):
     assert evaluate.run(bare.override("evaluate", drafter=folder))["drafter"] == Path(folder).name
 
 
-def test_a_base_for_another_target_is_refused(work, tmp_path):
+def test_a_drafter_of_other_features_is_refused(work, tmp_path):
     cfg = configure(work, "drafter.taps=[1,2]")
     base = save_drafter(new_drafter(drafter_config(cfg), 7), tmp_path / "base", torch.bfloat16)
     with pytest.raises(ValueError, match=r"target_layer_ids \(1, 2\).*other features"):
         train.run(configure(work, f"train.base={base}"))
-    with pytest.raises(ValueError, match=r"target_layer_ids.*another target"):
+    with pytest.raises(ValueError, match=r"reads other target layers.*harvest drafter.taps=1,2"):
         evaluate.run(configure(work, f"evaluate.drafter={base}"))
 
 
