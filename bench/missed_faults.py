@@ -1,0 +1,133 @@
+"""Whether a wrong drafter is called wrong: served with one field changed, replayed without it.
+
+    python -m bench.missed_faults work=runs/demo target.dtype=bfloat16
+
+REQUESTS prompts of the traffic are answered with a copy of the drafter that differs in one field
+of its config.json, or in its weights, and judged as `flywheel preflight` and `flywheel verify`
+judge answers, against the drafter itself. `missed` must be empty, `healthy` must say nothing.
+bench/false_alarms.py is the other half.
+"""
+
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.false_alarms import REQUESTS
+from bench.harness import cpu_name
+from jobs.comparison import compare
+from jobs.config import Config, load
+from jobs.console import console
+from jobs.evaluate import find_drafter
+from jobs.findings import Ours, check_drafts
+from jobs.measure import as_request
+from jobs.samples import load_rows
+from jobs.serve import dtype_name, server, vllm_version
+from jobs.servers import serving
+from jobs.trial import answer_of, prepare, traces, with_noise
+from serving.client import complete
+from serving.drafts import read_drafts
+
+Change = Callable[[Path], None]
+
+
+def field(**fields: Any) -> Change:
+    """Other values in config.json; those of dflash_config in their own object."""
+
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        raw = json.loads(path.read_text())
+        inner = {name: fields[name] for name in fields if name in raw["dflash_config"]}
+        raw |= {name: fields[name] for name in fields if name not in inner}
+        raw["dflash_config"] |= inner
+        path.write_text(json.dumps(raw))
+
+    return change
+
+
+def next_taps(folder: Path) -> None:
+    """Each feature from one layer further on."""
+    raw = json.loads((folder / "config.json").read_text())
+    field(target_layer_ids=[i + 1 for i in raw["dflash_config"]["target_layer_ids"]])(folder)
+
+
+def noisy_weights(folder: Path) -> None:
+    """Every matrix with 20 % noise: a drafter from another run, or from another step."""
+    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(0)
+    weights = load_file(path)
+    for name, tensor in weights.items():
+        if tensor.ndim == 2:
+            noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std() * 0.2
+            weights[name] = (tensor.float() + noise).to(tensor.dtype)
+    save_file(weights, path, {"format": "pt"})
+
+
+FAULTS: dict[str, Change] = {
+    "healthy": field(),
+    "is_causal": field(is_causal=True),
+    "rms_norm_eps": field(rms_norm_eps=0.1),
+    "rope_theta": field(rope_theta=1e6),
+    "mask_token_id": field(mask_token_id=5),
+    "target_layer_ids": next_taps,
+    "weights": noisy_weights,
+}
+
+
+def main(cfg: Config) -> dict[str, Any]:
+    """One server per fault; returns what the JSON line says."""
+    folder = find_drafter(cfg, cfg.evaluate.drafter)
+    rows = [row for split in ("train", "val", "test") for row in load_rows(cfg, split)]
+    rows = random.Random(0).sample(rows, min(REQUESTS, len(rows)))
+    ours, found = prepare(cfg, folder, rows[:1]), {}
+    for name, change in FAULTS.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            copy = shutil.copytree(folder, Path(temporary) / "drafter")
+            change(copy)
+            found[name] = judged(cfg, folder, copy, ours, rows)
+        console.print(f"{name}: {found[name]}")
+    missed = [name for name in FAULTS if name != "healthy" and not found[name]["caught"]]
+    about = {"dtype": dtype_name(cfg), "requests": len(rows), "k": ours.k, "vllm": vllm_version()}
+    return {
+        "name": "missed-faults",
+        "missed": missed,
+        "healthy": found["healthy"]["caught"],
+        "detail": about | {"cpu": cpu_name(), "found": found},
+    }
+
+
+def judged(
+    cfg: Config, folder: Path, served: Path, ours: Ours, rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Which checks call the drafter that was served another one than `folder`, and the counts."""
+    running = server(serving(cfg, str(served), [ours.k]), "missed-faults.log")
+    running.drafts = cfg.path("logs", "missed-faults.jsonl")
+    running.drafts.unlink(missing_ok=True)
+    with running:
+        answers = complete(running.url, [as_request(row) for row in rows], cfg.verify.concurrency)
+    names, read = [row["sample_id"] for row in rows], [answer_of(ours, one) for one in answers]
+    drafted = traces(names, answers, read, read_drafts(running.drafts))
+    ours = with_noise(cfg, folder, ours, drafted)
+    of = {one.request_id: answer for one, answer in zip(answers, read, strict=True)}
+    named = list(zip(names, answers, strict=True))
+    rounds = compare(ours.target, ours.drafter, named, ours.k, lambda one: of[one.request_id])
+    drafts, counts = check_drafts(replace(ours, table=ours.table[:1]), drafted)
+    failed = {"drafts": drafts.status == "fail", "rounds": bool(rounds.faults())}
+    return {
+        "caught": [name for name, fails in failed.items() if fails],
+        "drafts": drafts.found,
+        "different": f"{counts['different']} of {counts['drafts']}",
+        "rounds": rounds.words(),
+        "faults": rounds.faults(),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(load(None, sys.argv[1:]))))
