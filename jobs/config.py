@@ -165,6 +165,11 @@ class Train:
     max_length: int = setting(
         0, "train on the first so many tokens of a sample, prompt included; 0: all", minimum=0
     )
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "what products run in; weights stay float32; auto: the target's dtype on a GPU or with "
+        "AMX, float32 on other CPUs",
+    )
     optimizer: Literal["muon", "adamw"] = setting(
         "muon", "muon: matrices by Muon, vectors by AdamW"
     )

@@ -14,7 +14,7 @@ from dflash.loss import valid_anchors
 from dflash.memory import activation_bytes, head_bytes, model_bytes
 from dflash.model import Drafter
 from dflash.objective import choose_labels, named_tokens
-from dflash.target import resolve_dtype, ties_embeddings
+from dflash.target import resolve_dtype, resolve_training_dtype, ties_embeddings
 from jobs.checkpoints import KEEP, newest_state, state_step, states_folder
 from jobs.config import Config
 from jobs.console import print_table, short_name, some_names
@@ -162,7 +162,8 @@ def memory_plan(
 ) -> dict[str, int]:
     """Bytes of rank 0, the largest worker, by what they are for."""
     train = cfg.train
-    dtype = resolve_dtype(cfg.target.dtype, "cpu" if train.device == "cpu" else compute_device(cfg))
+    kind = "cpu" if train.device == "cpu" else compute_device(cfg)
+    dtype = resolve_training_dtype(train.dtype, resolve_dtype(cfg.target.dtype, kind), kind)
     width = len(shape.target_layer_ids) * shape.hidden_size
     share = -(-train.batch_size // train.workers)
     in_forward = min(train.micro_batch or share, share)
