@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -27,6 +28,7 @@ from jobs.config import Config
 from jobs.console import console, print_table, short_name
 from jobs.describe import by_k, describe, gain
 from jobs.intervals import Resamples
+from jobs.pin import learned
 from jobs.regression import load_sets
 from jobs.report import publish
 from jobs.shape import drafter_config
@@ -87,7 +89,7 @@ def run(cfg: Config) -> dict[str, Any]:
         "compat_key": compat_key(ours.drafter.cfg, identity),
         "compat": compat_fields(ours.drafter.cfg, identity),
         "split": cfg.evaluate.split,
-        "leaking": leaks(cfg, identity, rows),
+        "leaking": leaks(cfg, identity, rows, sides),
         "k": ours.k,
         "draftable": draftable(ours.drafter, borrowed[1], requests),
         **compare(cfg, rows, sides, [w[side.k] for side, w in zip(sides, found, strict=True)]),
@@ -104,12 +106,15 @@ def run(cfg: Config) -> dict[str, Any]:
     return {"stage": "evaluate", "report": str(page), **evaluation}
 
 
-def leaks(cfg: Config, identity: str, rows: list[Row]) -> dict[str, int]:
-    """How many of the held-out rows share their text with training rows."""
-    train, asked = (
-        read_traffic(cfg.path("traffic"), identity, split)
-        for split in ("train", cfg.evaluate.split)
-    )
+def leaks(cfg: Config, identity: str, rows: list[Row], sides: Sequence[Side]) -> dict[str, int]:
+    """How many of the held-out rows share their text with what these drafters have learned: the
+    train split, and what a run learned before a later log moved it to this split.
+    """
+    names = [*(side.folder.name for side in sides), Path(cfg.train.base).name]
+    pinned = pa.array(sorted(set().union(*(learned(cfg, n) for n in names if n))), pa.string())
+    table = read_traffic(cfg.path("traffic"), identity)
+    train = table.filter((pc.field("split") == "train") | pc.field("sample_id").isin(pinned))
+    asked = table.filter(pc.field("split") == cfg.evaluate.split)
     known = leaking(train, asked) & {row["sample_id"] for row in rows}
     return {"leaking": len(known), "samples": len(rows)}
 
@@ -122,7 +127,7 @@ def regression(cfg: Config, sides: Sequence[Side], borrowed: Borrowed) -> dict[s
         taps: load_sets(cfg.override("drafter", taps=list(taps)))
         for taps in dict.fromkeys(side.taps for side in sides)
     }
-    found = {}
+    found, skipped = {}, dict(sets[sides[0].taps].skipped)
     for name in sets[sides[0].taps].answered:
         walked: list[dict[tuple[str, str], tuple[Row, list[int]]]] = []
         for side in sides:
@@ -132,8 +137,15 @@ def regression(cfg: Config, sides: Sequence[Side], borrowed: Borrowed) -> dict[s
             walked.append(dict(zip(keys, zip(rows, walks, strict=True), strict=True)))
         both = [key for key in walked[0] if all(key in other for other in walked)]
         walks = [[one[key][1] for key in both] for one in walked]
+        if not any(walks[0]):
+            skipped[name] = (
+                "every answer is a single token, so there is no round"
+                if both
+                else "harvest set all of its answers aside"
+            )
+            continue
         found[name] = compare(cfg, [walked[0][key][0] for key in both], sides, walks)
-    return {"regression": found, "regression_skipped": sets[sides[0].taps].skipped}
+    return {"regression": found, "regression_skipped": skipped}
 
 
 def draftable(drafter: Drafter, head: Tensor, requests: Sequence[Request]) -> float:

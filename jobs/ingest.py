@@ -4,8 +4,8 @@ Request logs -> <work>/traffic. One Ray task per log; what a log holds is commit
 made from its content and the rules, so a rerun reads only logs that are new or have changed. A
 grown log replaces what its older state gave.
 
-Records that are damaged or cannot be trusted are rejected; nothing is published while they are
-more than ingest.max_reject_rate of all. Records that are readable but not for this drafter (an
+Records that are damaged or cannot be trusted are rejected; nothing is published while their rate is
+established above ingest.max_reject_rate. Records that are readable but not for this drafter (an
 adapter's, one token, no consent ...) are counted and never stop anything. store/reasons.py has
 every reason.
 """
@@ -25,9 +25,10 @@ from jobs.config import Config
 from jobs.console import console, print_table
 from jobs.slices import largest_rows
 from store.digests import Digest, Digests, digest_log, stamp
-from store.ingest import ingest_log, publish
+from store.ingest import ingest_log, publish, replaced
 from store.log_files import find_logs
 from store.logs import Rules
+from store.rates import exceeds
 from store.reasons import reason_of
 from store.shards import read_manifests, sweep
 from store.traffic import read_traffic
@@ -63,7 +64,7 @@ def run(cfg: Config) -> dict[str, Any]:
     published = sum(
         publish(traffic, log, results[sha], prefixes)
         for log, (_, (_, sha, prefixes)) in digested.items()
-        if total["accepted"]
+        if total["accepted"] or _takes_back(traffic, results[sha], prefixes)
     )
     kept.keep(digested)
     samples = read_traffic(traffic, rules.target_id)
@@ -91,6 +92,15 @@ def make_rules(cfg: Config) -> Rules:
         former_ids=(legacy_target_id(cfg.target_path),),
         models=tuple(sorted(cfg.ingest.models)),
     )
+
+
+def _takes_back(traffic: Path, result: Result, prefixes: dict[int, str]) -> bool:
+    """Whether what other rules took from this log for the same target is still in traffic/: of a
+    wrong answerer, say, before ingest.models named the right one. Another target's stays.
+    """
+    identity = result["inputs"]["rules"]["target_id"]
+    stale = replaced(read_manifests(traffic), result, prefixes)
+    return any(m["inputs"]["rules"]["target_id"] == identity for m in stale)
 
 
 def _digests(kept: Digests, logs: list[Path], traffic: Path) -> dict[Path, Stamped]:
@@ -148,7 +158,7 @@ def _check(
         )
     rejected = _by_reason(total, "reject:")
     rate = sum(rejected.values()) / total["records"]
-    if rate <= cfg.ingest.max_reject_rate:
+    if not exceeds(sum(rejected.values()), total["records"], cfg.ingest.max_reject_rate):
         return
     worst = next(iter(rejected))
     example = next(r["examples"][worst] for r in results if worst in r["examples"])
