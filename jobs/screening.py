@@ -16,7 +16,7 @@ Row = dict[str, Any]
 REASONS = {
     "length": (
         "the engine gave features for another number of tokens",
-        "switch off its prefix caching",
+        "try harvest.backend=transformers",
     ),
     "not_finite": (
         "features are not finite, in bfloat16 at the latest",
@@ -33,6 +33,8 @@ REASONS = {
     ),
 }
 """Key -> (what was found, what to do)."""
+BY_ENGINE = ("length", "not_finite", "constant")
+"""Reasons that another backend or dtype may not find."""
 UNMENTIONED = "or a penalty, a bias or a JSON mode that the log does not mention"
 TYPICAL_TEMPERATURE = 1.0  # of servers, for a log that names none
 SURE = 0.01
@@ -83,6 +85,13 @@ def _authorship(row: Row, last: Tensor, head: Tensor) -> Fault | None:
     }
     numbers["temperature"] = temperature
     return Fault("other_model", numbers | ({"note": UNMENTIONED} if row["shaped"] is None else {}))
+
+
+def is_settled(aside: Row, engine: dict[str, str]) -> bool:
+    """Whether a SET_ASIDE row holds for this engine (`backend` and `dtype`), too: then the sample
+    is not tried again.
+    """
+    return aside["reason"] not in BY_ENGINE or all(aside[name] == engine[name] for name in engine)
 
 
 def exceeds(bad: int, total: int, limit: float) -> bool:
