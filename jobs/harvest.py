@@ -86,7 +86,8 @@ def run(cfg: Config) -> dict[str, Any]:
     done = published(cfg, identity, folder)
     known = read_set_aside(cfg.path("set_aside"), folder.name)
     mine = traffic["sample_id"].to_pylist()
-    settled = [name for name, row in known.items() if is_settled(row, engine(cfg))]
+    present = engine(cfg) if known else {}
+    settled = [name for name, row in known.items() if is_settled(row, present)]
     skip = pa.array([*done, *settled], pa.string())
     tried = traffic.filter(~pc.field("sample_id").isin(skip))
     found = _harvest(cfg, tried, folder)

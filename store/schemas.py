@@ -83,7 +83,7 @@ ACCEPTANCE = pa.schema(
         ("sample_id", pa.string()),
         ("conversation_id", pa.string()),
         ("origin", pa.string()),  # replay | decode | served
-        ("drafter_version", pa.string()),  # store.ids.drafter_version: of all that is read
+        ("drafter_version", pa.string()),  # of dflash.checkpoint.drafter_sha256
         ("target_id", pa.string()),
         ("domain", pa.string()),
         ("k", pa.int32()),
