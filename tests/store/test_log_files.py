@@ -1,6 +1,7 @@
 """Logs as they are found: rotated, compressed, cut, with a mark, or no logs at all."""
 
 import gzip
+import json
 import os
 import zlib
 from typing import Any
@@ -179,5 +180,12 @@ def test_digest_of_an_unchanged_log_is_kept(tmp_path):
     assert known.get(log) == digest
     log.write_bytes(LINES.replace(b"r1", b"r2"))
     assert known.get(log) is None
+    for other in ('{"%s": {}}', '{"%s": [1]}', '{"%s": {"stamp": 1, "bytes": {}}}'):
+        file.write_text(other % log)
+        assert Digests(file).get(log) is None
+    for prefixes in (1, {"a": 1}):  # JSON of another form ended ingest
+        entry = {"stamp": stamp(log), "bytes": 1, "sha256": "a", "prefixes": prefixes}
+        file.write_text(json.dumps({str(log): entry}))
+        assert Digests(file).get(log) is None
     file.write_text("{")
     assert Digests(file).get(log) is None
