@@ -3,7 +3,8 @@
 <work>/traffic -> <work>/features/<cache key>: one teacher-forced pass of the target over prompt +
 output of every sample that has no features yet. Each Ray actor holds one target and commits its own
 shards: token ids go to the actors, facts come back, features never travel through Ray. A sample
-that fails a check is kept with its reason in <work>/set_aside and not tried again.
+that fails a check is kept with its reason in <work>/set_aside and not tried again, but by another
+backend or dtype where those may be to blame.
 """
 
 import json
@@ -21,12 +22,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dflash.target import Features, Target, load_borrowed, load_target, target_id, top_logprobs
+from dflash.target import (
+    Features,
+    Target,
+    load_borrowed,
+    load_target,
+    resolve_dtype,
+    target_id,
+    top_logprobs,
+)
 from jobs.cli import run_as_module
 from jobs.cluster import cluster, cpus_each
 from jobs.config import Config
 from jobs.console import console, print_table
-from jobs.screening import REASONS, TOO_LONG, Fault, screen, too_long, too_many
+from jobs.screening import REASONS, TOO_LONG, Fault, is_settled, screen, too_long, too_many
 from jobs.serve import served_dtype
 from jobs.shape import compute_device, compute_dtype, none_of_target, target_config, target_taps
 from store.features import cache_key, features_row, open_shard, top_row
@@ -82,14 +91,19 @@ def run(cfg: Config) -> dict[str, Any]:
     done = published(cfg, identity, folder)
     known = read_set_aside(cfg.path("set_aside"), folder.name)
     mine = traffic["sample_id"].to_pylist()
-    skip = pa.array([*done, *known], pa.string())
-    found = _harvest(cfg, traffic.filter(~pc.field("sample_id").isin(skip)), folder)
+    present = engine(cfg) if known else {}
+    settled = [name for name, row in known.items() if is_settled(row, present)]
+    skip = pa.array([*done, *settled], pa.string())
+    tried = traffic.filter(~pc.field("sample_id").isin(skip))
+    found = _harvest(cfg, tried, folder)
     shards = [shard_info(path) for path in sorted(found.paths)]
     if shards:
         publish(folder, shards, {"samples": found.samples, "target_id": identity})
         remember(folder)
-    write_set_aside(cfg.path("set_aside"), found.aside)
-    known |= {row["sample_id"]: row for row in found.aside}
+    failed = {row["sample_id"] for row in found.aside}
+    fit = done | {*tried["sample_id"].to_pylist()} - failed
+    write_set_aside(cfg.path("set_aside"), folder.name, found.aside, fit)
+    known = read_set_aside(cfg.path("set_aside"), folder.name)
     aside = [known[name] for name in mine if name in known]
     summary = {
         "stage": "harvest",
@@ -225,6 +239,7 @@ class Harvester:
         torch.set_num_threads(threads)
         self.cfg, self.taps = cfg, target_taps(cfg)
         self.identity = target_id(cfg.target_path)
+        self.engine = engine(cfg)
         self.backend, self.head = make_backend(cfg)
 
     def shard(self, folder: Path, rows: list[Row]) -> Harvested:
@@ -233,7 +248,7 @@ class Harvester:
         done, fit = Harvested(), []
         for row in rows:
             if fault := too_long(row, self.backend.room()):
-                done.aside.append(aside_row(row, self.identity, folder.name, fault))
+                done.aside.append(self._aside(row, folder, fault))
             else:
                 fit.append(row)
         for batch in _batches(fit, self.cfg.harvest.batch_tokens):
@@ -241,7 +256,7 @@ class Harvester:
             for row, features in zip(batch, self.backend.features(ids, self.taps), strict=True):
                 fault = screen(row, features, self.head)
                 if fault:
-                    done.aside.append(aside_row(row, self.identity, folder.name, fault))
+                    done.aside.append(self._aside(row, folder, fault))
                 else:
                     made[row["sample_id"]] = feature_row(row, features, self.head, top_k)
         if made:
@@ -252,6 +267,22 @@ class Harvester:
             write_shard(path, pa.Table.from_pylist(kept, schema=schema))
             done.paths, done.samples = [path], len(kept)
         return done
+
+    def _aside(self, row: Row, folder: Path, fault: Fault) -> Row:
+        return aside_row(row, self.identity, folder.name, fault) | self.engine
+
+
+def engine(cfg: Config) -> dict[str, str]:
+    """What computes the features, as SET_ASIDE rows name it: `backend` and `dtype`.
+
+    No ValueError without a GPU: the driver of a cluster has none, and asks, too.
+    """
+    if cfg.harvest.backend == "vllm":
+        dtype = served_dtype(cfg)
+    else:
+        device = cfg.target.device
+        dtype = resolve_dtype(cfg.target.dtype, compute_device(cfg) if device == "auto" else device)
+    return {"backend": cfg.harvest.backend, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def make_backend(cfg: Config) -> tuple[Backend, Tensor]:

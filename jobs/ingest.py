@@ -25,7 +25,7 @@ from jobs.config import Config
 from jobs.console import console, print_table
 from jobs.slices import largest_rows
 from store.digests import Digest, Digests, digest_log, stamp
-from store.ingest import ingest_log, publish, replaced
+from store.ingest import ingest_log, publish, replaced, settle
 from store.log_files import find_logs
 from store.logs import Rules
 from store.rates import exceeds
@@ -51,10 +51,12 @@ def run(cfg: Config) -> dict[str, Any]:
     sweep(rejects)
     kept = Digests(cfg.path("logs.json"))
     with cluster(cfg):
-        digested = _digests(kept, logs, traffic)
+        digested = _digests(kept, logs, traffic, rejects)
         unique = {sha: (log, size) for log, (_, (size, sha, _)) in digested.items()}
         jobs = [(log, size, sha, rules, traffic, rejects) for sha, (log, size) in unique.items()]
         results = dict(zip(unique, _each(ingest_log, jobs), strict=True))
+    for _, (_, sha, prefixes) in digested.values():
+        settle(rejects, results[sha], prefixes)
     total = sum((Counter(r["counts"]) for r in results.values()), Counter())
     names = sum((Counter(r["names"]) for r in results.values()), Counter())
     _print_aside(aside)
@@ -103,9 +105,9 @@ def _takes_back(traffic: Path, result: Result, prefixes: dict[int, str]) -> bool
     return any(m["inputs"]["rules"]["target_id"] == identity for m in stale)
 
 
-def _digests(kept: Digests, logs: list[Path], traffic: Path) -> dict[Path, Stamped]:
+def _digests(kept: Digests, logs: list[Path], *folders: Path) -> dict[Path, Stamped]:
     """(stamp, digest) of each log; only logs that changed since the last run are read."""
-    sizes = {manifest["inputs"]["bytes"] for manifest in read_manifests(traffic)}
+    sizes = {m["inputs"]["bytes"] for folder in folders for m in read_manifests(folder)}
     stamps = {log: stamp(log) for log in logs}
     known = {log: kept.get(log) for log in logs}
     unread = [log for log, digest in known.items() if digest is None]
@@ -145,8 +147,10 @@ def _check(
     if not total["records"]:
         shown = ", ".join(str(log) for log in logs[:3]) + (", ..." if len(logs) > 3 else "")
         raise ValueError(
-            f"no record in {len(logs)} log file(s): {shown}; has the server answered a request "
-            "since capture was switched on? Name other logs with ingest.logs=PATH"
+            f"no record in {len(logs)} log file(s): {shown}; has the server answered a request to "
+            "/v1/chat/completions or /v1/completions since capture was switched on? Others are not "
+            "recorded: flywheel_capture_total in its /metrics counts them. Name other logs with "
+            "ingest.logs=PATH"
         )
     if len(_by_reason(names, "model:")) > 1 and not cfg.ingest.models:
         others = total["reject:other_model"]

@@ -16,7 +16,7 @@ TOO_LONG = "too_long"
 REASONS = {
     "length": (
         "the engine gave features for another number of tokens",
-        "switch off its prefix caching",
+        "try harvest.backend=transformers",
     ),
     "not_finite": (
         "features are not finite, in bfloat16 at the latest",
@@ -37,6 +37,8 @@ REASONS = {
     ),
 }
 """Key -> (what was found, what to do)."""
+BY_ENGINE = ("length", "not_finite", "constant", TOO_LONG)
+"""Reasons that another backend or dtype may not find."""
 UNMENTIONED = "or a penalty, a bias or a JSON mode that the log does not mention"
 TYPICAL_TEMPERATURE = 1.0  # of servers, for a log that names none
 
@@ -92,6 +94,13 @@ def _authorship(row: Row, last: Tensor, head: Tensor) -> Fault | None:
     }
     numbers["temperature"] = temperature
     return Fault("other_model", numbers | ({"note": UNMENTIONED} if row["shaped"] is None else {}))
+
+
+def is_settled(aside: Row, engine: dict[str, str]) -> bool:
+    """Whether a SET_ASIDE row holds for this engine (`backend` and `dtype`), too: then the sample
+    is not tried again.
+    """
+    return aside["reason"] not in BY_ENGINE or all(aside[name] == engine[name] for name in engine)
 
 
 def too_many(aside: list[Row], total: int, limit: float) -> str:

@@ -21,7 +21,7 @@ from jobs.config import Config
 from jobs.console import console, print_table, visible
 from store import promotions
 from store.schemas import ACCEPTANCE, REJECTS, SET_ASIDE, TRAFFIC
-from store.shards import shard_paths
+from store.shards import read_dataset, shard_paths
 from store.traffic import read_traffic
 
 FOLDER = Path(next(iter(sql.__path__)))
@@ -29,7 +29,6 @@ SOURCES = "00_sources.sql"
 DATASETS = {
     "acceptance_rows": ("acceptance", ACCEPTANCE),
     "reject_rows": ("rejects", REJECTS),
-    "set_aside_rows": ("set_aside", SET_ASIDE),
 }
 MAX_SUMMARY_ROWS = 200
 LONGEST = 120
@@ -89,6 +88,8 @@ def connect(cfg: Config, with_traffic: bool) -> duckdb.DuckDBPyConnection:
             connection.register(view, schema.empty_table())  # a glob over nothing is an error
     traffic = read_traffic(cfg.path("traffic")) if with_traffic else TRAFFIC.empty_table()
     connection.register("traffic_rows", traffic)
+    aside = read_dataset(cfg.path("set_aside"), SET_ASIDE)  # with the columns of today
+    connection.register("set_aside_rows", aside)
     connection.register("promotion_rows", promotions.read_table(cfg.path("promotions")))
     connection.execute((FOLDER / SOURCES).read_text())
     return connection

@@ -2,8 +2,9 @@
 
 The proof: serve the target with the champion, send the held-out prompts again, replay what it
 answers and put the acceptance that vLLM counted beside it; compare the greedy text with and without
-the drafter, judged by two runs without it; choose K from measured cost and acceptance; measure the
-speed-up. Results are kept in <work>/verified; exits 1 where a limit is exceeded.
+the drafter, judged by a plain server that reads its own answers once more; choose K from measured
+cost and acceptance; measure the speed-up. Results are kept in <work>/verified; exits 1 where a
+limit is exceeded.
 """
 
 from dataclasses import asdict

@@ -12,13 +12,15 @@ from dflash.decode import decode
 from dflash.sampling import Sampling
 from dflash.target import Features, load_target, target_id
 from jobs import harvest, ingest, samples
-from jobs.screening import screen
+from jobs.screening import Fault, screen
 from jobs.shape import target_taps
 from jobs.sql import ask
 from store import files
 from store.features import features_row, open_shard
 from store.rates import exceeds
-from store.shards import read_manifests, shard_info, shard_paths, write_shard
+from store.schemas import SET_ASIDE
+from store.shards import read_manifests, shard_info, shard_paths, write_manifest, write_shard
+from store.traffic import read_traffic
 from tests.tiny import greedy_answers, make_target
 from tests.work import configure, record
 
@@ -107,6 +109,52 @@ def test_an_answer_of_another_model_is_set_aside_and_stops_nothing(mine, tmp_pat
     names = [r["sample_id"] for r in all_rows(cfg)]
     assert len(names) == NUM - 1
     assert row["sample_id"] not in names
+
+
+def test_samples_that_an_engine_spoiled_come_back_with_another_one(mine, tmp_path, monkeypatch):
+    """The advice was to change backend or dtype, but the samples were skipped for ever."""
+    cfg, own, other = mine
+    records = plain(own)
+    write_log(tmp_path, [*by(other, records[:1]), *records[1:]])
+    spoiled: list[str] = []
+
+    def spoil(row, features, head):
+        wrong = row["domain"] == "b" and len(spoiled) < 2
+        spoiled.extend([row["sample_id"]] * wrong)
+        return (
+            Fault(("constant", "length")[len(spoiled) - 1])
+            if wrong
+            else screen(row, features, head)
+        )
+
+    monkeypatch.setattr(harvest, "screen", spoil)
+    generous = cfg.override("harvest", max_reject_rate=0.5)
+    assert run(generous)["set_aside"] == {"constant": 1, "length": 1, "other_model": 1}
+    assert harvest.run(generous)["samples"] == 0, "the same engine is not asked twice"
+    dtype = next(name for name in DTYPES if name != cfg.target.dtype)
+    again = harvest.run(generous.override("target", dtype=dtype))
+    assert (again["samples"], again["set_aside"]) == (2, {"other_model": 1})
+    assert len(samples.set_aside(cfg)) == 1
+    [row] = ask(cfg, "select * from set_aside").to_pylist()
+    assert (row["backend"], row["dtype"]) == ("transformers", cfg.target.dtype)
+    assert len(all_rows(cfg)) == NUM - 1
+
+
+def test_a_sample_that_an_older_version_set_aside_is_tried_once_more(mine, tmp_path):
+    """Its row does not say which engine was to blame."""
+    cfg, own, _ = mine
+    write_log(tmp_path, plain(own))
+    ingest.run(cfg)
+    folder, key = cfg.path("set_aside"), harvest.features_folder(cfg, target_id(cfg.target_path))
+    first = read_traffic(cfg.path("traffic"))["sample_id"][0].as_py()
+    names = [name for name in SET_ASIDE.names if name not in ("backend", "dtype")]
+    row = dict.fromkeys(names) | {"sample_id": first, "features_key": key.name, "reason": "length"}
+    old = pa.schema([SET_ASIDE.field(name) for name in names])
+    shard = write_shard(folder / "old.parquet", pa.Table.from_pylist([row], schema=old))
+    write_manifest(folder, "old", [shard], {"features_key": key.name})
+    assert ask(cfg, "select backend from set_aside").to_pylist() == [{"backend": None}]
+    assert harvest.run(cfg)["samples"] == NUM
+    assert samples.set_aside(cfg) == set()
 
 
 def test_json_mode_or_a_penalty_in_one_request_ends_nothing(mine, tmp_path):

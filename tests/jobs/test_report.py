@@ -329,12 +329,10 @@ def test_samples_set_aside_are_counted_once_and_by_reason(cfg, measured):
     assert list(told) == ["samples set aside:\nnone"]
     row = dict.fromkeys(SET_ASIDE.names) | {"target_id": "t1", "reason": "other_text"}
     for key in ("taps-a", "taps-b"):  # the same sample, under two choices of layers
-        names = ("s1", "s2")
-        write_set_aside(
-            cfg.path("set_aside"), [row | {"sample_id": n, "features_key": key} for n in names]
-        )
+        rows = [row | {"sample_id": name, "features_key": key} for name in ("s1", "s2")]
+        write_set_aside(cfg.path("set_aside"), key, rows)
     other = row | {"sample_id": "s3", "target_id": "t2", "features_key": "taps-a"}
-    write_set_aside(cfg.path("set_aside"), [other])
+    write_set_aside(cfg.path("set_aside"), "taps-a", [other])
     text = cells(read(cfg), "coverage")[2][1]
     assert "2 samples were set aside by harvest, mostly other_text: 2" in text
 
