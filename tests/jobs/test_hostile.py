@@ -15,6 +15,7 @@ from jobs.config import Promote
 from jobs.console import NAME, console, print_table, short_name, some_names, visible
 from jobs.doctor import Check
 from jobs.slices import SHOWN, largest, largest_rows, slices
+from store.labels import clean
 from tests.jobs.test_slices import row
 from tests.work import RIVAL_SETTINGS
 
@@ -36,7 +37,7 @@ LABELS = [
     "(all)",
     "#0072b2",
 ]
-NAMED = [label or "default" for label in LABELS]
+NAMED = [clean(label) or "default" for label in LABELS]
 FOLDER = "w [bold]x[/] 'a' {b} :smile:"
 STAGES = {
     "ingest": ["ingest.test_percent=99"],
@@ -90,11 +91,12 @@ def test_hostile_labels_stop_no_stage(told, stage):
 def test_tables_show_labels_as_they_are(told, stage):
     _, _, seen = told[stage]
     for label in NAMED:
-        wanted = {"(all)": "(all)", "x" * 5000: "xxxxxxxx"}.get(label, visible(label))
+        wanted = visible(label) if len(label) < NAME else label[:8]
         assert wanted in seen, wanted
 
 
 def test_the_json_line_keeps_every_label_exactly(told):
+    """In the one form that ingest gives it."""
     assert set(told["ingest"][1]["domains"]) == set(NAMED)
     evaluation = told["evaluate"][1]
     tau = evaluation["tau"]
@@ -118,7 +120,7 @@ def test_the_page_escapes_every_label(told):
     assert "</script>" not in page
     assert "<b>x" not in page
     assert not {"\x1b", "\u202e"} & set(page)
-    assert "\\x1b[31mred" in page
+    assert "\ufffd[31mred" in page
     assert "\\u202eabc" in page
     assert "\u200b" not in page
     assert "x" * NAME not in page
