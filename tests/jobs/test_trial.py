@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash.diagnose import Answer, Trace
+from dflash.diagnose import Answer, Trace, read_answer
 from dflash.hypotheses import AS_CONFIGURED
 from jobs import findings, measure, methods, shape, trial, verify
 from jobs.comparison import Comparison
@@ -27,6 +27,7 @@ def completion(output, accepted, finish="length"):
         finish_reason=finish,
         spec={
             "num_spec_steps": len(accepted or []),
+            "num_accepted_draft_tokens": sum(accepted or []),
             "per_step_accepted": accepted,
             "per_step_drafted": accepted and [2] * len(accepted),
         },
@@ -66,14 +67,11 @@ def test_own_rounding_is_measured_beside_an_answer_of_one_token(harvested, tmp_p
     rows = trial.held_out(cfg, folder)[:2]
     ours = trial.prepare(cfg, folder, rows)
     some, other = ours.answers
+    prompt, first = some.ids[: some.num_prompt].tolist(), int(some.ids[some.num_prompt])
+    one = read_answer(ours.target, ours.drafter.cfg, prompt, [first])
     drafts = torch.full((1, 2), 95)  # in neither answer, so nothing is accepted
     traces = [
-        Trace(
-            "one token",
-            answer(some.ids[: some.num_prompt + 1].tolist(), some.num_prompt),
-            [],
-            torch.tensor([]),
-        ),
+        Trace("one token", one, [], torch.tensor([])),
         Trace("another", other, [0], drafts),
     ]
     assert trial.with_noise(cfg, folder, ours, traces).noise.drafts == 2
