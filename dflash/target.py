@@ -4,6 +4,7 @@ Transformers is imported where a model is run: it takes seconds, and training ne
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,6 +89,10 @@ class Target:
             Features(taps=joined[i, : len(ids)].clone(), last=last[i, : len(ids)].clone())
             for i, ids in enumerate(batch)
         ]
+
+    def room(self) -> float:
+        """The most tokens of a sequence in `features`: no limit but memory."""
+        return math.inf
 
     def _forward(self, ids: Tensor, cache: "DynamicCache", taps: Sequence[int]) -> "Features":
         """Taps and last with a batch dimension; extends the cache."""

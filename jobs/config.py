@@ -86,7 +86,9 @@ class Ingest:
     )
     test_percent: int = setting(10, "share of conversations held out for evaluation", minimum=0)
     max_reject_rate: float = setting(
-        0.05, "stop when a larger share of records is damaged or cannot be trusted", minimum=0
+        0.05,
+        "stop when a larger share of records, beyond chance, is damaged or cannot be trusted",
+        minimum=0,
     )
 
     def __post_init__(self) -> None:

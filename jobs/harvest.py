@@ -26,12 +26,13 @@ from jobs.cli import run_as_module
 from jobs.cluster import cluster, cpus_each
 from jobs.config import Config
 from jobs.console import console, print_table
-from jobs.screening import REASONS, Fault, exceeds, screen, too_many
+from jobs.screening import REASONS, TOO_LONG, Fault, screen, too_long, too_many
 from jobs.serve import served_dtype
 from jobs.shape import compute_device, compute_dtype, none_of_target, target_config, target_taps
 from store.features import cache_key, features_row, open_shard, top_row
 from store.ids import short_hash
 from store.mending import mend, publish, remember
+from store.rates import exceeds
 from store.schemas import features_columns, features_schema
 from store.set_aside import read_set_aside, write_set_aside
 from store.shards import read_dataset, shard_info, sweep, write_shard
@@ -50,6 +51,10 @@ class Backend(Protocol):
 
     def features(self, batch: Sequence[Sequence[int]], taps: Sequence[int]) -> list[Features]:
         """Tap outputs and last hidden states of each sequence."""
+        ...
+
+    def room(self) -> float:
+        """The most tokens of a sequence."""
         ...
 
 
@@ -97,8 +102,9 @@ def run(cfg: Config) -> dict[str, Any]:
         "set_aside": dict(Counter(row["reason"] for row in aside)),
     }
     show(summary, aside)
-    if exceeds(len(aside), len(mine), cfg.harvest.max_reject_rate):
-        raise ValueError(too_many(aside, len(mine), cfg.harvest.max_reject_rate))
+    failed = [row for row in aside if row["reason"] != TOO_LONG]  # that one is about the engine
+    if exceeds(len(failed), len(mine), cfg.harvest.max_reject_rate):
+        raise ValueError(too_many(failed, len(mine), cfg.harvest.max_reject_rate))
     return summary
 
 
@@ -171,7 +177,8 @@ def by_actors(cfg: Config, folder: Path, chunks: Sequence[pa.Table]) -> Iterator
 def actor_share(cfg: Config, nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """CPUs and GPUs that each actor gets, such that all fit on the nodes of the cluster.
 
-    Raises ValueError for more harvest.workers than CPUs, or than GPUs where they are used.
+    Raises ValueError for more harvest.workers than CPUs, or than GPUs where they are used, and
+    where no nodes have both.
     """
     workers = cfg.harvest.workers
     resources = [node["Resources"] for node in nodes if node["Alive"]]
@@ -188,7 +195,13 @@ def actor_share(cfg: Config, nodes: Sequence[Mapping[str, Any]]) -> dict[str, fl
             f"harvest.workers={workers}, but Ray has {gpus} GPUs, one for each: lower it, or set "
             "target.device=cpu"
         )
-    threads = cpus_each(nodes, workers)
+    threads = cpus_each(nodes, workers, int(use_gpus))
+    if not threads:  # the sums suffice, the nodes do not: Ray would wait without a word
+        raise ValueError(
+            f"harvest.workers={workers}, but Ray has no nodes for so many with a GPU and a CPU "
+            f"each ({gpus} GPUs are on nodes with too few CPUs): lower it, or start those nodes "
+            "with more CPUs (ray start --num-cpus)"
+        )
     if not cfg.ray.address:  # this machine: what torch was told (OMP_NUM_THREADS) holds
         threads = min(threads, torch.get_num_threads())
     return {"num_cpus": threads, "num_gpus": int(use_gpus)}
@@ -217,8 +230,13 @@ class Harvester:
     def shard(self, folder: Path, rows: list[Row]) -> Harvested:
         """Harvest `rows` into one shard of `folder`; without one if all of them are set aside."""
         top_k, made = self.cfg.harvest.top_k, {}
-        done = Harvested()
-        for batch in _batches(rows, self.cfg.harvest.batch_tokens):
+        done, fit = Harvested(), []
+        for row in rows:
+            if fault := too_long(row, self.backend.room()):
+                done.aside.append(aside_row(row, self.identity, folder.name, fault))
+            else:
+                fit.append(row)
+        for batch in _batches(fit, self.cfg.harvest.batch_tokens):
             ids = [[*row["prompt_ids"], *row["output_ids"]] for row in batch]
             for row, features in zip(batch, self.backend.features(ids, self.taps), strict=True):
                 fault = screen(row, features, self.head)

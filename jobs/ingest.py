@@ -4,8 +4,8 @@ Request logs -> <work>/traffic. One Ray task per log; what a log holds is commit
 made from its content and the rules, so a rerun reads only logs that are new or have changed. A
 grown log replaces what its older state gave.
 
-Records that are damaged or cannot be trusted are rejected; nothing is published while they are
-more than ingest.max_reject_rate of all. Records that are readable but not for this drafter (an
+Records that are damaged or cannot be trusted are rejected; nothing is published while their rate is
+established above ingest.max_reject_rate. Records that are readable but not for this drafter (an
 adapter's, one token, no consent ...) are counted and never stop anything. store/reasons.py has
 every reason.
 """
@@ -28,6 +28,7 @@ from store.digests import Digest, Digests, digest_log, stamp
 from store.ingest import ingest_log, publish
 from store.log_files import find_logs
 from store.logs import Rules
+from store.rates import exceeds
 from store.reasons import reason_of
 from store.shards import read_manifests, sweep
 from store.traffic import read_traffic
@@ -148,7 +149,7 @@ def _check(
         )
     rejected = _by_reason(total, "reject:")
     rate = sum(rejected.values()) / total["records"]
-    if rate <= cfg.ingest.max_reject_rate:
+    if not exceeds(sum(rejected.values()), total["records"], cfg.ingest.max_reject_rate):
         return
     worst = next(iter(rejected))
     example = next(r["examples"][worst] for r in results if worst in r["examples"])

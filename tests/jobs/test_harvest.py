@@ -12,11 +12,12 @@ from dflash.decode import decode
 from dflash.sampling import Sampling
 from dflash.target import Features, load_target, target_id
 from jobs import harvest, ingest, samples
-from jobs.screening import exceeds, screen
+from jobs.screening import screen
 from jobs.shape import target_taps
 from jobs.sql import ask
 from store import files
 from store.features import features_row, open_shard
+from store.rates import exceeds
 from store.shards import read_manifests, shard_info, shard_paths, write_shard
 from tests.tiny import greedy_answers, make_target
 from tests.work import configure, record
@@ -320,6 +321,42 @@ def test_actors_ask_for_what_ray_has(tmp_path, monkeypatch):
         "num_cpus": 4,
         "num_gpus": 0,
     }
+
+
+def test_a_head_node_without_gpus_does_not_make_harvest_wait_for_ever(tmp_path):
+    """Actors asked for 32 CPUs and a GPU each, where the node with the GPUs has 8 CPUs."""
+    cfg = configure(tmp_path, "harvest.workers=2", "ray.address=auto")
+    head = nodes(64)
+    assert harvest.actor_share(cfg, [*head, *nodes(8, gpus=2)]) == {"num_cpus": 4, "num_gpus": 1}
+    with pytest.raises(ValueError, match=r"workers=2.*2 GPUs are on nodes with too few CPUs"):
+        harvest.actor_share(cfg, [*head, *nodes(1, gpus=2)])
+
+
+class Short:
+    """An engine that refuses, with the whole batch, what fills its context."""
+
+    def __init__(self, target, tokens):
+        self.target, self.tokens = target, tokens
+
+    def room(self):
+        return self.tokens
+
+    def features(self, batch, taps):
+        assert max(map(len, batch)) <= self.tokens
+        return self.target.features(batch, taps)
+
+
+def test_an_answer_that_filled_the_context_does_not_end_the_harvest(mine, tmp_path, monkeypatch):
+    cfg, own, _ = mine
+    prompts = prompts_of(8, seed=4)
+    answers = greedy_answers(own, prompts, 34)
+    long = [record(99 + i, *pair) for i, pair in enumerate(zip(prompts, answers, strict=True))]
+    write_log(tmp_path, [*plain(own), *long])
+    monkeypatch.setattr(harvest, "make_backend", lambda cfg: (Short(own, 39), own.head))
+    found = run(cfg)
+    assert (found["samples"], found["set_aside"]) == (NUM, {"too_long": 8}), "no rate of it stops"
+    row = ask(cfg, "select * from set_aside").to_pylist()[0]
+    assert (row["tokens"], json.loads(row["detail"])) == (40, {"tokens": 40, "room": 39})
 
 
 @pytest.mark.slow

@@ -173,13 +173,23 @@ def test_too_many_rejects_publish_nothing_and_say_what_is_wrong(configure):
     cfg = configure()
     write_log(cfg, "a.jsonl", [line(i) for i in range(90)])
     (cfg.path("capture") / "b.jsonl").write_bytes(os.urandom(2000).replace(b"\n", b"") + b"\n" * 2)
-    write_log(cfg, "c.jsonl", ["{}\n"] * 10)
-    with pytest.raises(ValueError, match=r"11 of 101 records rejected \(10\.9% > .*unknown_format"):
+    write_log(cfg, "c.jsonl", ["{}\n"] * 12)
+    with pytest.raises(ValueError, match=r"13 of 103 records rejected \(12\.6% > .*unknown_format"):
         ingest.run(cfg)
     assert read_manifests(cfg.path("traffic")) == []
-    assert read_dataset(cfg.path("rejects"), REJECTS).num_rows == 11
+    assert read_dataset(cfg.path("rejects"), REJECTS).num_rows == 13
     summary = ingest.run(configure("ingest.max_reject_rate=0.2"))
     assert (summary["reused"], summary["samples"]) == (3, 90)
+
+
+def test_one_torn_line_in_a_short_log_does_not_stop_ingest(configure):
+    """1 of 10 is above 5 %, and no evidence of a rate above 5 %."""
+    cfg = configure()
+    write_log(cfg, "a.jsonl", [*(line(i) for i in range(9)), line(9)[:40] + "\n"])
+    summary = ingest.run(cfg)
+    assert (summary["accepted"], summary["rejected"]) == (9, {"not_json": 1})
+    with pytest.raises(ValueError, match="1 of 10 records rejected"):
+        ingest.run(configure("ingest.max_reject_rate=0"))
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", None], ids=["empty", "blank", "one of two"])

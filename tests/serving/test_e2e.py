@@ -259,6 +259,12 @@ for _ in range(2):
     for ours, theirs in zip(engine.features(batch, taps), reference, strict=True):
         torch.testing.assert_close(ours.taps, theirs.taps, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(ours.last, theirs.last, rtol=1e-4, atol=1e-4)
+longest = (batch[3] * 9)[: engine.room()]
+assert len(engine.features([longest], taps)[0].taps) == len(longest), "an answer may be so long"
+try:
+    engine.features([[*longest, 1]], taps)
+except Exception as error:
+    print("refused:", error)
 try:
     engine.features(batch, (1, 2))
 except ValueError as error:
@@ -267,3 +273,4 @@ except ValueError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "this engine reads taps [1, 3], not [1, 2]" in done.stdout
+    assert "refused:" in done.stdout, "vLLM takes more: `room` may grow"
