@@ -27,6 +27,7 @@ from jobs.measure import (
     RULE,
     as_request,
     pooled_by_vllm,
+    servable,
     speed_domain,
     speed_loads,
     warn_if_unsteady,
@@ -86,6 +87,7 @@ def run(cfg: Config) -> dict[str, Any]:
     if not rows:
         fix = "ingest more conversations or set evaluate.split"
         raise none_of_target(cfg, f"greedy {cfg.evaluate.split} sample", fix)
+    rows = servable(cfg, rows, max((k for method in methods for k in method.k), default=0))
     path = result_path(cfg, methods, rows)
     if path.is_file():
         return read_json(path, ["stage"]) | {"reused": True}

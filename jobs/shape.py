@@ -63,6 +63,15 @@ def unfit(cfg: Config, dtype: torch.dtype) -> str:
     )
 
 
+def require_fit(cfg: Config, stage: str) -> None:
+    """Raise ValueError unless this process can hold the target itself, in its compute dtype."""
+    if why := unfit(cfg, compute_dtype(cfg)):
+        raise ValueError(
+            f"{stage} reads what was served with the target itself, in this process: {why}; stop "
+            "other programs, or set target.device=cpu or target.dtype=bfloat16"
+        )
+
+
 def target_taps(cfg: Config) -> tuple[int, ...]:
     """Explicit drafter.taps, else evenly spaced ones. Raises ValueError if they do not fit."""
     num_layers = target_config(cfg)["num_hidden_layers"]

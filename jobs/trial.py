@@ -32,13 +32,20 @@ from jobs.findings import (
     check_fit,
     check_tau,
     check_text,
+    has_drafts,
 )
-from jobs.measure import PLAIN, as_request
+from jobs.measure import PLAIN, as_request, longest, servable
 from jobs.reference import too_large
 from jobs.samples import load_rows, with_features
 from jobs.serve import server
 from jobs.servers import require
-from jobs.shape import compute_device, compute_dtype, none_of_target, target_config
+from jobs.shape import (
+    compute_device,
+    compute_dtype,
+    none_of_target,
+    require_fit,
+    target_config,
+)
 from serving.acceptance import rounds
 from serving.checks import check_drafter
 from serving.client import Completion, Request, complete, counter
@@ -59,6 +66,7 @@ def trial(cfg: Config, folder: Path) -> tuple[list[Check], dict[str, Any]]:
     rows = held_out(cfg, folder)
     k = max(check_drafter(folder, cfg.target_path, cfg.serve.k, cfg.serve.max_model_len))
     require(cfg, folder, 1, "preflight")
+    require_fit(cfg, "preflight")
     served, error = None, ""
     try:
         served = serve(cfg, folder, rows, k)
@@ -101,20 +109,25 @@ def traces(
     answers: Sequence[Answer],
     recorded: Recorded,
 ) -> list[Trace]:
-    """What was drafted for each answer, named."""
-    return [
-        Trace(name, answer, rounds(one)[0], torch.tensor(drafted(one, recorded)))
-        for name, one, answer in zip(names, completions, answers, strict=True)
-    ]
+    """What was drafted for each answer, named; without the round behind which no draft had room."""
+    found = []
+    for name, one, answer in zip(names, completions, answers, strict=True):
+        drafts = drafted(one, recorded)
+        found.append(Trace(name, answer, rounds(one)[0][: len(drafts)], torch.tensor(drafts)))
+    return found
 
 
 def held_out(cfg: Config, folder: Path) -> list[Row]:
-    """The first `preflight.requests` greedy rows with a round. Raises ValueError without any."""
-    rows = load_rows(cfg, cfg.evaluate.split, taps=read_config(folder).target_layer_ids)
+    """The first `preflight.requests` greedy rows with a round that the server has room for. Raises
+    ValueError without any.
+    """
+    shape = read_config(folder)
+    rows = load_rows(cfg, cfg.evaluate.split, taps=shape.target_layer_ids)
     rows = [row for row in rows if len(row["output_ids"]) > 1]
     if not rows:
         fix = "ingest more conversations or set evaluate.split"
         raise none_of_target(cfg, f"greedy {cfg.evaluate.split} sample", fix)
+    rows = servable(cfg, rows, max(cfg.serve.k or [shape.num_drafts]))
     return rows[: cfg.preflight.requests]  # in order of a hash: as good as drawn
 
 
@@ -144,7 +157,7 @@ def with_noise(cfg: Config, folder: Path, ours: Ours, traces: Sequence[Trace]) -
     A drafter rounds more than the logits that it ends in: of a tiny one in bfloat16 4 % of the
     drafts turn around, some of them far beyond a near tie of the target.
     """
-    if ours.target.dtype == torch.float32 or too_large(cfg):
+    if ours.target.dtype == torch.float32 or not has_drafts(traces) or too_large(cfg):
         return ours
     device = compute_device(cfg)
     target = load_target(cfg.target_path, torch.float32, device)
@@ -187,7 +200,7 @@ def serve(cfg: Config, folder: Path, rows: Sequence[Row], k: int) -> Served:
         answers = complete(running.url, asked, cfg.preflight.concurrency, "served")
         endings = ask_endings(cfg, running.url)
         before = counter(running.url, "vllm:prefix_cache_hits_total")
-        ask = [probe(rows, cfg.serve.max_model_len - 2 * (k + 1))]
+        ask = [probe(rows, longest(cfg, k))]
         probes = [*complete(running.url, ask, 1), *complete(running.url, ask, 1)]
         hits = counter(running.url, "vllm:prefix_cache_hits_total") - before
     recorded = None if running.drafts is None else read_drafts(path)
@@ -196,8 +209,8 @@ def serve(cfg: Config, folder: Path, rows: Sequence[Row], k: int) -> Served:
 
 def probe(rows: Sequence[Row], limit: int) -> Request:
     """A prompt of several cache blocks: held-out samples end to end. It does not begin as they do,
-    so that the first of the two requests finds nothing in the cache. With its answer it stays below
-    `limit` tokens: close to max_model_len vLLM stops drafting.
+    so that the first of the two requests finds nothing in the cache. With its answer it has at most
+    `limit` tokens.
     """
     ids = [token for row in rows for token in [*row["prompt_ids"], *row["output_ids"]]]
     size = min(PROBE_PROMPT, limit - PROBE_TOKENS)

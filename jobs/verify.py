@@ -18,15 +18,16 @@ from dflash.checkpoint import drafter_sha256, load_drafter, read_config
 from dflash.target import load_target, target_id
 from jobs.choose_k import BATCHES, CHOICE, choose, predicted
 from jobs.cli import run_as_module
-from jobs.comparison import Comparison, compare, table
+from jobs.comparison import Comparison, compare, table, unexplained
 from jobs.config import Config
-from jobs.console import console, print_table, short_name
+from jobs.console import console, print_table, short_name, some_names
 from jobs.evaluate import commit_rows, pick, save_json
 from jobs.measure import (
     MOST,
     RULE,
     measure,
     pooled_by_vllm,
+    servable,
     speed_domain,
     warn_if_unsteady,
 )
@@ -36,7 +37,7 @@ from jobs.report import publish
 from jobs.samples import load_rows
 from jobs.serve import dtype_name, vllm_version
 from jobs.servers import Servers, require
-from jobs.shape import compute_device, compute_dtype
+from jobs.shape import compute_device, compute_dtype, require_fit
 from jobs.slices import taus_by_slice
 from serving.acceptance import served_row
 from serving.client import Completion
@@ -62,8 +63,10 @@ def run(cfg: Config) -> dict[str, Any]:
     if found is None:
         raise ValueError("there is no champion to verify: run `flywheel promote` first")
     version, folder = found
-    held_out = load_rows(cfg, cfg.evaluate.split, taps=read_config(folder).target_layer_ids)
+    shape = read_config(folder)
+    held_out = load_rows(cfg, cfg.evaluate.split, taps=shape.target_layer_ids)
     speed_domain(cfg, held_out)  # without a round there is nothing to serve
+    held_out = servable(cfg, held_out, max(cfg.serve.k or [shape.num_drafts]))
     sha = drafter_version(drafter_sha256(folder))
     rows, walks = stored_walks(cfg, sha, held_out)
     if len(rows) < len(held_out):
@@ -98,15 +101,19 @@ def _verify(
     taus = {n: tau(pick(rows, walk, domain)) for n, walk in walks.items()}
     by_slice = taus_by_slice(rows, walks)
     have = require(cfg, folder, 1, "verify")
-    reference = check_reference(cfg, folder, rows)
+    require_fit(cfg, "verify")
     with Servers(cfg, folder, min(have.servers, MOST)) as servers:
         measured = measure(cfg, servers, rows, taus)
     answers, k, costs = measured.answers, measured.k, measured.costs
     commit_served(cfg, rows, answers, sha, read_config(folder).block_size, version)
     compared = compare_served(cfg, folder, rows, answers, k)
     if not compared.rounds:
-        raise ValueError("no served answer has a second token: there is no round to compare")
+        raise ValueError(f"{compared.unchecked}: hold out longer answers, or set evaluate.split")
+    # Behind the servers: what torch has held of a GPU, it keeps.
+    reference = check_reference(cfg, folder, rows)
     faults = [*compared.faults(), *text_faults(measured.text), *reference_faults(reference)]
+    if compared.unchecked:
+        faults.append(f"not checked: {compared.unchecked}; hold out longer answers")
     names = {row["sample_id"]: row for row in rows}
     walked = [names[name] for name in compared.names]
     result = {
@@ -168,7 +175,7 @@ def text_faults(text: GreedyReport) -> list[str]:
 
 def reference_faults(reference: Row) -> list[str]:
     """Where replay is not the reference decoder, near ties of float32 aside."""
-    wrong = [one["sample_id"] for one in reference["differing"] if not one["near_tie"]]
+    wrong = unexplained(reference)
     return [f"replay differs from the reference decoder on {', '.join(wrong)}"] if wrong else []
 
 
@@ -282,6 +289,11 @@ def show_evidence(result: dict[str, Any]) -> None:
         f"{compared['identical_rounds']} identical, {compared['near_ties']} rounds differ at near "
         f"ties, {compared['differing_rounds'] - compared['near_ties']} otherwise"
     )
+    if left_out := compared["left_out"]:
+        console.print(
+            f"left out, since the engine drafted less than {result['k']} tokens in a round: "
+            f"{len(left_out)} ({some_names(left_out)})"
+        )
     skipped = result["reference"]["skipped"]
     if skipped:
         console.print(f"reference decoder: {skipped}")
