@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -27,6 +28,7 @@ from jobs.config import Config
 from jobs.console import console, print_table, short_name
 from jobs.describe import by_k, describe, gain
 from jobs.intervals import Resamples
+from jobs.pin import learned
 from jobs.regression import load_sets
 from jobs.report import publish
 from jobs.shape import drafter_config
@@ -87,7 +89,7 @@ def run(cfg: Config) -> dict[str, Any]:
         "compat_key": compat_key(ours.drafter.cfg, identity),
         "compat": compat_fields(ours.drafter.cfg, identity),
         "split": cfg.evaluate.split,
-        "leaking": leaks(cfg, identity, rows),
+        "leaking": leaks(cfg, identity, rows, sides),
         "k": ours.k,
         "draftable": draftable(ours.drafter, borrowed[1], requests),
         **compare(cfg, rows, sides, [w[side.k] for side, w in zip(sides, found, strict=True)]),
@@ -104,12 +106,15 @@ def run(cfg: Config) -> dict[str, Any]:
     return {"stage": "evaluate", "report": str(page), **evaluation}
 
 
-def leaks(cfg: Config, identity: str, rows: list[Row]) -> dict[str, int]:
-    """How many of the held-out rows share their text with training rows."""
-    train, asked = (
-        read_traffic(cfg.path("traffic"), identity, split)
-        for split in ("train", cfg.evaluate.split)
-    )
+def leaks(cfg: Config, identity: str, rows: list[Row], sides: Sequence[Side]) -> dict[str, int]:
+    """How many of the held-out rows share their text with what these drafters have learned: the
+    train split, and what a run learned before a later log moved it to this split.
+    """
+    names = [*(side.folder.name for side in sides), Path(cfg.train.base).name]
+    pinned = pa.array(sorted(set().union(*(learned(cfg, n) for n in names if n))), pa.string())
+    table = read_traffic(cfg.path("traffic"), identity)
+    train = table.filter((pc.field("split") == "train") | pc.field("sample_id").isin(pinned))
+    asked = table.filter(pc.field("split") == cfg.evaluate.split)
     known = leaking(train, asked) & {row["sample_id"] for row in rows}
     return {"leaking": len(known), "samples": len(rows)}
 

@@ -165,6 +165,14 @@ def read_pin(cfg: Config, name: str, shape: DrafterConfig) -> Pin:
     return pin
 
 
+def learned(cfg: Config, name: str) -> set[str]:
+    """Ids of the training samples that the run `name` is pinned to; of a drafter that was trained
+    elsewhere none is known.
+    """
+    pins = states_folder(cfg, name).glob("pin-*.json")
+    return {row[0] for pin in pins for row in read_json(pin, ["train"])["train"]}
+
+
 def missing(cfg: Config, pin: Pin) -> str:
     """What a pinned run would need and is not there any more, "" if it can be trained."""
     wanted, identity = pin.ids(), target_id(cfg.target_path)

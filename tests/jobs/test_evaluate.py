@@ -57,6 +57,26 @@ def test_champion_and_challenger_on_greedy_and_sampled_traffic(work):
     assert tau([r["accepted"] for r in mine]) == pytest.approx(measured["pooled"])
 
 
+def test_what_a_pinned_run_learned_before_it_moved_to_test_is_a_leak(work, monkeypatch):
+    """A later log moves samples between the splits; today's train split does not hold them."""
+    cfg = configure(work, f"evaluate.baseline={work / 'blank'}")
+    rows = sides.load_rows(cfg, "test", sampled=True)
+    name, other = rows[0]["sample_id"], rows[1]["sample_id"]
+    for run, learned, val in (("known", name, other), ("elsewhere", other, name)):
+        (work / "runs" / run).mkdir(parents=True)
+        pin = {"train": [[learned, "a", 0.0, []]], "val": [[val, "a", 0.0, []]], "files": []}
+        (work / "runs" / run / "pin-abc.json").write_text(json.dumps(pin))
+    monkeypatch.setattr(evaluate, "publish", lambda *args: work / "page")
+    found = evaluate.run(cfg)
+    assert found["leaking"] == {"leaking": 1, "samples": 16}
+    (work / "runs" / "elsewhere").rename(work / "runs" / "blank")
+    found = evaluate.run(cfg)
+    assert found["leaking"]["leaking"] == 2, "the baseline knows another"
+    [reason] = [r for r in refusals(cfg.promote, found, None) if "share their text" in r]
+    assert "2 of 16 held-out samples" in reason
+    shutil.rmtree(work / "runs")
+
+
 def test_every_k_and_the_alpha_model(work):
     found = evaluate.run(configure(work))
     assert found["baseline"] is None
