@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.checkpoint import compat_fields, compat_key, drafter_sha256, read_config
+from dflash.identity import legacy_target_id
 from dflash.target import target_id
 from jobs import gate
 from jobs.cli import run_as_module
@@ -109,6 +110,10 @@ def _decide(
         if champion is not None and not cfg.promote.new_shape:
             # A champion of an older version has no word on options that were off for all.
             known = dict.fromkeys(candidate.compat, 0) | champion.compat
+            # By its former id nobody knows the target's bytes; what the evaluation, which is not
+            # stale, replayed the champion on is known.
+            if known["target_id"] == legacy_target_id(cfg.target_path):
+                known["target_id"] = candidate.evaluation["target_id"]
             shape = gate.mismatches(candidate.compat, known, "the champion")
             reasons += [f"{fault} (promote.new_shape=true allows it)" for fault in shape]
     if reasons:
@@ -220,8 +225,8 @@ def _refuse(
 
 
 def _evidence(candidate: Candidate) -> dict[str, Any]:
-    kept = ("drafter", "drafter_sha256", "compat_key", "samples", "rounds", "k", "tau", "baseline")
-    return {name: candidate.evaluation[name] for name in (*kept, "leaking")}
+    kept = ("drafter", "drafter_sha256", "target_id", "compat_key", "samples", "rounds", "k", "tau")
+    return {name: candidate.evaluation[name] for name in (*kept, "baseline", "leaking")}
 
 
 def _tags(candidate: Candidate) -> dict[str, str]:
