@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jobs.comparison import unexplained
 from jobs.console import short_name
 from jobs.report.facts import ALL, Facts, pick
 from jobs.slices import SHOWN, largest
@@ -156,7 +157,11 @@ def _served(facts: Facts) -> Line:
     text = (
         f"{count}, {verified['rounds']} rounds, greedy, K {verified['k']}; no other K, no sampled"
     )
-    return _line(name, True, text)
+    compared = verified.get("comparison", {})
+    if compared.get("unchecked"):
+        return _line(name, False, f"{text}; not checked: {compared['unchecked']}")
+    faults = compared.get("faults", [])
+    return _line(name, True, "; ".join([text, *faults]), not faults)
 
 
 def _reference(facts: Facts) -> Line:
@@ -170,7 +175,10 @@ def _reference(facts: Facts) -> Line:
     )
     if not one["requests"]:
         return _line(name, False, one["skipped"])
-    return _line(name, True, text, one["identical"] == one["requests"])
+    wrong = unexplained(one)
+    near = one["requests"] - one["identical"] - len(wrong)
+    text += f", {near} at near ties" if near else ""
+    return _line(name, True, text, not wrong)
 
 
 def _text(facts: Facts) -> Line:
