@@ -22,10 +22,12 @@ from dflash.identity import legacy_target_id, target_id
 from dflash.target import EMBEDDING, load_borrowed, open_tensors
 from jobs.config import Config
 from jobs.doctor import Check
-from jobs.shape import end_tokens, taken_tokens, target_taps, target_tokenizer
-from jobs.verify import dtype_name
+from jobs.harvest import features_folder
+from jobs.serve import dtype_name
+from jobs.shape import end_tokens, taken_tokens, target_tokenizer
 from serving.checks import check_drafter
 from store.files import read_json
+from store.shards import shard_paths
 from store.traffic import read_traffic
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -170,13 +172,12 @@ def target(subject: Subject) -> Iterator[Check]:
 
 
 def taps(subject: Subject) -> Iterator[Check]:
-    """The layers it reads are those whose features this work folder holds."""
-    ours, theirs = subject.shape.target_layer_ids, target_taps(subject.cfg)
-    if ours != theirs:
-        fix = f"set drafter.taps=[{','.join(map(str, ours))}] and harvest, or another drafter"
-        yield Check(
-            "taps", f"target_layer_ids {list(ours)}, features are of {list(theirs)}", "fail", fix
-        )
+    """This work folder holds features of the layers it reads, whatever drafter.taps says."""
+    cfg, ours = subject.cfg, subject.shape.target_layer_ids
+    if not shard_paths(features_folder(cfg, target_id(cfg.target_path), ours)):
+        fix = f"`flywheel harvest drafter.taps={','.join(map(str, ours))}`, or another drafter"
+        found = f"target_layer_ids {list(ours)}: no features of these layers are harvested"
+        yield Check("taps", found, "fail", fix)
     yield Check("taps", f"layers {list(ours)} of {subject.shape.num_target_layers}")
 
 
