@@ -48,7 +48,7 @@ from dflash.train import (
 from dflash.vocabulary import frequent_tokens, set_vocabulary
 from jobs.checkpoints import (
     commit_state,
-    has_result,
+    has_ended,
     newest_state,
     read_state,
     states_folder,
@@ -67,7 +67,7 @@ def worker(config: dict[str, Any]) -> None:
     """One rank, as Ray Train calls it; a restarted group continues from the newest state."""
     cfg, name, context = config["cfg"], config["name"], ray.train.get_context()
     folder, rank = states_folder(cfg, name), context.get_world_rank()
-    if has_result(folder):  # of a rank that ended the group before this one
+    if has_ended(cfg, name):  # a rank of the group before this one did
         ray.train.report({})
         return
     try:

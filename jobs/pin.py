@@ -92,7 +92,7 @@ def choose_run(cfg: Config, shape: DrafterConfig) -> Chosen:
 def _unfinished(cfg: Config, recipe: str) -> list[Path]:
     """Folders of runs that were interrupted behind their first state, the latest first."""
     folders = [path.parent for path in cfg.path("runs").glob(f"*/pin-{recipe}.json")]
-    states = {folder: newest_state(folder) for folder in folders if is_unfinished(folder)}
+    states = {folder: newest_state(folder) for folder in folders if is_unfinished(cfg, folder.name)}
     begun = {folder: path.stat().st_mtime for folder, path in states.items() if path is not None}
     return sorted(begun, key=begun.__getitem__, reverse=True)
 

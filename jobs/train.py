@@ -22,7 +22,7 @@ from dflash.checkpoint import load_drafter
 from dflash.config import DrafterConfig
 from dflash.model import Drafter
 from dflash.target import target_id
-from jobs.checkpoints import forget_result, has_result, read_result, states_folder
+from jobs.checkpoints import forget_result, has_ended, has_result, read_result, states_folder
 from jobs.cli import run_as_module
 from jobs.cluster import cluster, cpus_each
 from jobs.config import Config
@@ -170,7 +170,7 @@ def _fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[
         with follow(progress_file(cfg, name), cfg.train.steps, "train", "step"):
             trainer.fit()
     except ray.train.TrainingFailedError as error:
-        if not has_result(folder):
+        if not has_ended(cfg, name):
             raise ValueError(f"training {name} failed: {_cause(error)}") from error
     result = read_result(folder)
     if said := result.get("error") or result.get("stopped"):

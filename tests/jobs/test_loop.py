@@ -19,6 +19,7 @@ from dflash.checkpoint import convert_folder, save_drafter
 from dflash.model import new_drafter
 from dflash.target import load_target, target_id
 from jobs import evaluate, harvest, train
+from jobs.checkpoints import has_ended, has_result, is_unfinished, states_folder
 from jobs.config import load
 from jobs.feed import LazySamples, feature_cache, training_set
 from jobs.pin import live_pin
@@ -132,6 +133,24 @@ def test_a_run_continues_when_its_base_has_moved(work, tmp_path):
     tracker = Tracker.start(moved, again["name"], {})
     tags = tracker.client.get_run(tracker.run_id).data.tags
     assert tags["execution.base"] == str(tmp_path / "moved")
+
+
+def test_a_group_that_was_killed_before_its_export_exports_when_ray_tries_again(work, monkeypatch):
+    """The result stood already, so the group that Ray started again reported {} and left."""
+    cfg = configure(work, "train.steps=3", "train.seed=13")
+    trained = train.run(cfg)
+    name, states = trained["name"], states_folder(cfg, trained["name"])
+    assert has_ended(cfg, name)
+    first = load_file(f"{trained['folder']}/model.safetensors")
+    shutil.rmtree(trained["folder"])
+    assert has_result(states)
+    assert not has_ended(cfg, name)
+    assert is_unfinished(cfg, name)
+    monkeypatch.setattr(train, "forget_result", lambda folder: None)  # as in Ray's next try
+    again = train.run(cfg)
+    assert (again["name"], again["best_val_tau"]) == (name, trained["best_val_tau"])
+    second = load_file(f"{again['folder']}/model.safetensors")
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 def test_a_largest_length_cuts_samples_and_is_another_run(work):
