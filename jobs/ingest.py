@@ -25,7 +25,7 @@ from jobs.config import Config
 from jobs.console import console, print_table
 from jobs.slices import largest_rows
 from store.digests import Digest, Digests, digest_log, stamp
-from store.ingest import ingest_log, publish
+from store.ingest import ingest_log, publish, replaced
 from store.log_files import find_logs
 from store.logs import Rules
 from store.rates import exceeds
@@ -64,7 +64,7 @@ def run(cfg: Config) -> dict[str, Any]:
     published = sum(
         publish(traffic, log, results[sha], prefixes)
         for log, (_, (_, sha, prefixes)) in digested.items()
-        if total["accepted"]
+        if total["accepted"] or _takes_back(traffic, results[sha], prefixes)
     )
     kept.keep(digested)
     samples = read_traffic(traffic, rules.target_id)
@@ -92,6 +92,15 @@ def make_rules(cfg: Config) -> Rules:
         former_ids=(legacy_target_id(cfg.target_path),),
         models=tuple(sorted(cfg.ingest.models)),
     )
+
+
+def _takes_back(traffic: Path, result: Result, prefixes: dict[int, str]) -> bool:
+    """Whether what other rules took from this log for the same target is still in traffic/: of a
+    wrong answerer, say, before ingest.models named the right one. Another target's stays.
+    """
+    identity = result["inputs"]["rules"]["target_id"]
+    stale = replaced(read_manifests(traffic), result, prefixes)
+    return any(m["inputs"]["rules"]["target_id"] == identity for m in stale)
 
 
 def _digests(kept: Digests, logs: list[Path], traffic: Path) -> dict[Path, Stamped]:

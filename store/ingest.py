@@ -4,7 +4,7 @@ No Ray and no torch here, so a worker that runs `ingest_log` starts in a moment.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,18 @@ def _result(
     }
 
 
+def replaced(
+    live: Sequence[dict[str, Any]], result: dict[str, Any], prefixes: dict[int, str]
+) -> list[dict[str, Any]]:
+    """The manifests in traffic/ of the same log in a shorter state, or under other rules."""
+    return [
+        manifest
+        for manifest in live
+        if manifest["detail"]["work"] != result["key"]
+        and prefixes.get(manifest["inputs"]["bytes"]) == manifest["inputs"]["sha256"]
+    ]
+
+
 def publish(traffic: Path, log: Path, result: dict[str, Any], prefixes: dict[int, str]) -> bool:
     """List a log's shards in traffic/. False if they were listed already.
 
@@ -183,12 +195,7 @@ def publish(traffic: Path, log: Path, result: dict[str, Any], prefixes: dict[int
     """
     live = read_manifests(traffic)
     ours = [m["key"] for m in live if m["detail"]["work"] == result["key"]]
-    stale = [
-        m["key"]
-        for m in live
-        if m["detail"]["work"] != result["key"]
-        and prefixes.get(m["inputs"]["bytes"]) == m["inputs"]["sha256"]
-    ]
+    stale = [m["key"] for m in replaced(live, result, prefixes)]
     if ours and not stale:
         return False
     replaces = stale + ours

@@ -268,6 +268,21 @@ def test_a_gateway_log_of_several_models_is_not_used_until_one_is_named(configur
     assert summary["not_used"] == {"not_in_models": 8}
 
 
+def test_a_wrong_answerers_samples_go_when_the_right_names_accept_nothing(configure, target):
+    """Nothing was accepted, so nothing was published, and the other model's stayed in traffic/."""
+    cfg = configure()
+    write_log(cfg, "gateway.jsonl", [pair(i, "fallback", "fallback") for i in range(10)])
+    assert ingest.run(cfg)["samples"] == 10
+    with pytest.raises(ValueError, match="not_in_models"):
+        ingest.run(configure("ingest.models=[qwen3-8b]"))
+    assert read_traffic(cfg.path("traffic")).num_rows == 0
+    assert ingest.run(cfg)["samples"] == 10, "the former rules come back"
+    save_file({"w": torch.ones(4)}, target / "model.safetensors")
+    with pytest.raises(ValueError, match="not_in_models"):
+        ingest.run(configure("ingest.models=[qwen3-8b]"))
+    assert read_traffic(cfg.path("traffic")).num_rows == 10, "those of another target stay"
+
+
 def test_an_answer_of_another_model_counts_as_untrustworthy(configure, capsys):
     lines = [pair(i) for i in range(40)] + [pair(99, "qwen3-4b-fallback")]
     write_log(configure(), "gateway.jsonl", lines)
