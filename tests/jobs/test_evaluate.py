@@ -163,6 +163,33 @@ def test_a_set_that_a_target_too_large_would_have_to_answer_is_skipped_by_name(
     assert f"regression set large was not measured: {why}" in reasons
 
 
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_regression_set_without_a_round_is_skipped_by_name(work, tmp_path, monkeypatch, aside):
+    """It ended evaluate after all replay, with a message that did not name the set."""
+    one = write(
+        tmp_path / "one.jsonl", *[{"question": f"w{5 + i}", "answer": "1"} for i in range(2)]
+    )
+    two = write(tmp_path / "two.jsonl", {"question": "w7 w8", "answer": "1"})
+    cfg = configure(work, f"evaluate.regression=[{one},{two}]", "evaluate.regression_tokens=12")
+    load_sets = regression.load_sets
+
+    def without_rounds(cfg):
+        found = load_sets(cfg)
+        rows, requests = found.answered["one"]
+        short = [Request(r.ids[: r.num_prompt + 1], r.num_prompt, r.features) for r in requests]
+        found.answered["one"] = ([], []) if aside else (rows, short)
+        return found
+
+    monkeypatch.setattr(evaluate, "load_sets", without_rounds)
+    found = evaluate.run(cfg)
+    assert list(found["regression"]) == ["two"]
+    why = "set all of its answers aside" if aside else "every answer is a single token"
+    assert why in found["regression_skipped"]["one"]
+    assert any(
+        "regression set one was not measured" in r for r in refusals(cfg.promote, found, None)
+    )
+
+
 def test_a_loss_on_a_regression_set_is_refused(work, tmp_path):
     gsm = write(tmp_path / "g.jsonl", {"question": "w5 w9", "answer": "1"})
     cfg = configure(
