@@ -161,6 +161,21 @@ def test_an_interrupted_upload_is_finished_by_the_next_run(where, request, monke
     assert drafter_sha256(opened(cfg, "champion")[1]) == drafter_sha256(folder)
 
 
+def test_artifacts_that_were_lost_are_written_again_when_the_drafter_is_promoted_again(cfg):
+    """It said `unchanged` of a champion that no server could open."""
+    folder, _ = promoted(cfg, "one", 1)
+    (opened(cfg, "champion")[1] / WEIGHTS).unlink()
+    promotion.evaluate(cfg, folder)
+    again = cfg.override("promote", drafter=str(folder))
+    assert promote.run(again)["decision"] == "unchanged"
+    assert drafter_sha256(opened(cfg, "champion")[1]) == drafter_sha256(folder)
+    (opened(cfg, "champion")[1] / WEIGHTS).unlink()
+    other = shutil.copytree(folder, folder.with_name("copy"))
+    promotion.evaluate(cfg, other)
+    with pytest.raises(ValueError, match=r"version 1 .*gone or damaged.*name the folder one, as"):
+        promote.run(cfg.override("promote", drafter=str(other)))
+
+
 def test_a_store_that_changes_what_it_gets_registers_nothing(cfg, monkeypatch, capsys):
     folder = make_drafter(cfg, "one", 1)
     promotion.evaluate(cfg, folder)
