@@ -20,11 +20,11 @@ from matplotlib.figure import Figure
 from bench.domains import prompts as more_prompts
 from bench.harness import cpu_name, report
 from jobs import evaluate, harvest, ingest, target, traffic, train
-from jobs.checkpoints import read_result, states_folder
-from jobs.cluster import cluster
-from jobs.config import Config, load
-from jobs.console import print_table
-from jobs.demo_traffic import Prompt, prompts
+from jobs.base.cluster import cluster
+from jobs.base.config import Config, load
+from jobs.base.console import print_table
+from jobs.demo_data.prompts import Prompt, prompts
+from jobs.training.states import read_result, states_folder
 from store.files import commit
 from store.ids import split_of
 

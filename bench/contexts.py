@@ -18,10 +18,10 @@ from transformers import AutoTokenizer
 
 from bench.harness import cpu_name, report
 from jobs import evaluate, harvest, ingest, traffic, train
-from jobs.cluster import cluster
-from jobs.config import Config, load
-from jobs.console import print_table
-from jobs.demo_traffic import Prompt, prompts
+from jobs.base.cluster import cluster
+from jobs.base.config import Config, load
+from jobs.base.console import print_table
+from jobs.demo_data.prompts import Prompt, prompts
 
 LONG, EARLIER, CONVERSATIONS = "long", 8, 150
 RECIPES = {"no mix": [], "mix 0.5": ["train.mix=0.5"]}

@@ -21,16 +21,16 @@ import torch
 from bench.harness import cpu_name
 from dflash.agreement import TIES, tie_bound
 from dflash.diagnose import Answer, Trace
-from jobs.comparison import compare
-from jobs.config import Config, load
-from jobs.console import console
+from jobs.base.config import Config, load
+from jobs.base.console import console
+from jobs.dataset.samples import load_rows
 from jobs.evaluate import find_drafter
-from jobs.findings import Ours, check_drafts, check_text
-from jobs.measure import READ, as_request
-from jobs.samples import load_rows
+from jobs.fleet.server_pool import serving
+from jobs.proof.engine_checks import Ours, check_drafts, check_text
+from jobs.proof.engine_trial import answer_of, prepare, traces, with_noise
+from jobs.proof.measurements import READ, as_request
+from jobs.proof.round_comparison import compare
 from jobs.serve import dtype_name, served_dtype, server, vllm_version
-from jobs.servers import serving
-from jobs.trial import answer_of, prepare, traces, with_noise
 from serving.client import Completion, complete
 from serving.drafts import read_drafts
 from serving.greedy import Reading, judge, read_again

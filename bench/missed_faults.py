@@ -23,16 +23,16 @@ from safetensors.torch import load_file, save_file
 
 from bench.false_alarms import REQUESTS
 from bench.harness import cpu_name
-from jobs.comparison import compare
-from jobs.config import Config, load
-from jobs.console import console
+from jobs.base.config import Config, load
+from jobs.base.console import console
+from jobs.dataset.samples import load_rows
 from jobs.evaluate import find_drafter
-from jobs.findings import Ours, check_drafts
-from jobs.measure import as_request
-from jobs.samples import load_rows
+from jobs.fleet.server_pool import serving
+from jobs.proof.engine_checks import Ours, check_drafts
+from jobs.proof.engine_trial import answer_of, prepare, traces, with_noise
+from jobs.proof.measurements import as_request
+from jobs.proof.round_comparison import compare
 from jobs.serve import dtype_name, server, vllm_version
-from jobs.servers import serving
-from jobs.trial import answer_of, prepare, traces, with_noise
 from serving.client import complete
 from serving.drafts import read_drafts
 

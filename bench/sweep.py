@@ -13,10 +13,10 @@ from typing import Any
 
 from bench.harness import cpu_name, report
 from jobs import evaluate, harvest, ingest, train
-from jobs.checkpoints import read_result, states_folder
-from jobs.cluster import cluster
-from jobs.config import Config, load
-from jobs.console import print_table
+from jobs.base.cluster import cluster
+from jobs.base.config import Config, load
+from jobs.base.console import print_table
+from jobs.training.states import read_result, states_folder
 
 STEPS = 100
 SEEDS = (0, 1)

@@ -19,12 +19,12 @@ import torch
 from bench.harness import report
 from dflash.checkpoint import load_drafter
 from dflash.replay import Request, replay
-from dflash.target import load_target
+from dflash.target_model import load_target
 from dflash.vocabulary import whole_vocabulary
-from jobs.config import load
+from jobs.base.config import load
+from jobs.base.target_facts import end_tokens
+from jobs.dataset.samples import load_requests
 from jobs.evaluate import find_drafter
-from jobs.samples import load_requests
-from jobs.shape import end_tokens
 
 REQUESTS = 10
 

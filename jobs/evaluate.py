@@ -21,16 +21,13 @@ from dflash.acceptance import num_rounds, tau
 from dflash.checkpoint import compat_fields, compat_key, drafter_sha256
 from dflash.model import Drafter, new_drafter
 from dflash.replay import Request, replay, replay_many
-from dflash.target import target_id
-from jobs.cli import run_as_module
-from jobs.config import Config
-from jobs.console import console, print_table, short_name
-from jobs.describe import by_k, describe, gain
-from jobs.intervals import Resamples
-from jobs.regression import load_sets
-from jobs.report import publish
-from jobs.shape import drafter_config
-from jobs.sides import (
+from dflash.target_model import target_id
+from jobs.base.cli import run_as_module
+from jobs.base.config import Config
+from jobs.base.console import console, print_table, short_name
+from jobs.base.target_facts import drafter_config
+from jobs.dataset.slices import Row, Walks, largest
+from jobs.evaluation.drafters import (
     Borrowed,
     Side,
     baseline_side,
@@ -40,7 +37,10 @@ from jobs.sides import (
     held_out,
     load_on,
 )
-from jobs.slices import Row, Walks, largest
+from jobs.evaluation.intervals import Resamples
+from jobs.evaluation.regression_sets import load_sets
+from jobs.evaluation.summaries import by_k, describe, gain
+from jobs.reporting.page import publish
 from store.files import commit
 from store.ids import drafter_version, short_hash
 from store.leakage import leaking
@@ -52,7 +52,7 @@ from store.shards import (
     write_manifest,
     write_shard,
 )
-from store.traffic import read_traffic
+from store.traffic_table import read_traffic
 
 ENOUGH = 0.98
 """Share of the answers' tokens that a draft vocabulary should hold."""

@@ -21,21 +21,34 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dflash.target import Features, Target, load_borrowed, load_target, target_id, top_logprobs
-from jobs.cli import run_as_module
-from jobs.cluster import cluster, cpus_each
-from jobs.config import Config
-from jobs.console import console, print_table
-from jobs.screening import REASONS, Fault, exceeds, screen, too_many
+from dflash.target_model import (
+    Features,
+    Target,
+    load_borrowed,
+    load_target,
+    target_id,
+    top_logprobs,
+)
+from jobs.base.cli import run_as_module
+from jobs.base.cluster import cluster, cpus_each
+from jobs.base.config import Config
+from jobs.base.console import console, print_table
+from jobs.base.target_facts import (
+    compute_device,
+    compute_dtype,
+    none_of_target,
+    target_config,
+    target_taps,
+)
+from jobs.harvesting.screening import REASONS, Fault, exceeds, screen, too_many
 from jobs.serve import served_dtype
-from jobs.shape import compute_device, compute_dtype, none_of_target, target_config, target_taps
 from store.features import cache_key, features_row, open_shard, top_row
 from store.ids import short_hash
 from store.mending import mend, publish, remember
 from store.schemas import features_columns, features_schema
 from store.set_aside import read_set_aside, write_set_aside
 from store.shards import read_dataset, shard_info, sweep, write_shard
-from store.traffic import read_traffic
+from store.traffic_table import read_traffic
 
 FEATURE_DTYPE = "bfloat16"
 PREFIX = 32

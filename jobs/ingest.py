@@ -19,18 +19,18 @@ from typing import Any
 import ray
 
 from dflash.identity import legacy_target_id, target_id
-from jobs.cli import run_as_module
-from jobs.cluster import cluster
-from jobs.config import Config
-from jobs.console import console, print_table
-from jobs.slices import largest_rows
+from jobs.base.cli import run_as_module
+from jobs.base.cluster import cluster
+from jobs.base.config import Config
+from jobs.base.console import console, print_table
+from jobs.dataset.slices import largest_rows
 from store.digests import Digest, Digests, digest_log, stamp
-from store.ingest import ingest_log, publish
+from store.ingest_log import ingest_log, publish
 from store.log_files import find_logs
-from store.logs import Rules
+from store.log_formats import Rules
 from store.reasons import reason_of
 from store.shards import read_manifests, sweep
-from store.traffic import read_traffic
+from store.traffic_table import read_traffic
 
 Result = dict[str, Any]
 Stamped = tuple[list[int], Digest]

@@ -17,12 +17,15 @@ from typing import Any
 from dflash.acceptance import tau_of_counts
 from dflash.agreement import tie_bound
 from dflash.checkpoint import read_config
-from dflash.target import target_id
-from jobs.cli import run_as_module
-from jobs.config import Config
-from jobs.console import console, print_table, short_name
+from dflash.target_model import target_id
+from jobs.base.cli import run_as_module
+from jobs.base.config import Config
+from jobs.base.console import console, print_table, short_name
+from jobs.base.target_facts import none_of_target, target_config
+from jobs.dataset.samples import load_rows
 from jobs.evaluate import domains, find_drafter, save_json
-from jobs.measure import (
+from jobs.fleet.server_pool import require, serving
+from jobs.proof.measurements import (
     READ,
     RULE,
     as_request,
@@ -31,16 +34,13 @@ from jobs.measure import (
     speed_loads,
     warn_if_unsteady,
 )
-from jobs.registry import resolve
-from jobs.report.methods import columns, lines
-from jobs.samples import load_rows
+from jobs.registry.versions import resolve
+from jobs.reporting.methods_table import columns, lines
 from jobs.serve import dtype_name, served_dtype, server, verified_k, vllm_version
-from jobs.servers import require, serving
-from jobs.shape import none_of_target, target_config
-from serving.acceptance import DECODE_STEPS, decode_steps
 from serving.client import Completion, Request, Speed, compare_speeds, complete
 from serving.greedy import Reading, judge, read_again
 from serving.server import Server, drafts_per_round
+from serving.vllm_counts import DECODE_STEPS, decode_steps
 from store.files import read_json
 from store.ids import short_hash
 

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from dflash.checkpoint import drafter_sha256
-from dflash.target import target_id
-from jobs.cli import run_as_module
-from jobs.config import Config
-from jobs.console import print_finding, print_table
-from jobs.contract import contract
+from dflash.target_model import target_id
+from jobs.base.cli import run_as_module
+from jobs.base.config import Config
+from jobs.base.console import print_finding, print_table
+from jobs.base.target_facts import compute_dtype
 from jobs.doctor import Check
 from jobs.evaluate import find_drafter, save_json
-from jobs.measure import RULE
-from jobs.report import publish
+from jobs.proof.engine_trial import trial
+from jobs.proof.folder_checks import contract
+from jobs.proof.measurements import RULE
+from jobs.reporting.page import publish
 from jobs.serve import dtype_name, vllm_version
-from jobs.shape import compute_dtype
-from jobs.trial import trial
 from store.files import read_json
 from store.ids import short_hash
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash.checkpoint import compat_fields, compat_key, drafter_sha256, read_config
-from dflash.target import target_id
-from jobs import gate
-from jobs.cli import run_as_module
-from jobs.config import Config
-from jobs.console import console, print_table
-from jobs.registry import (
+from dflash.target_model import target_id
+from jobs.base.cli import run_as_module
+from jobs.base.config import Config
+from jobs.base.console import console, print_table
+from jobs.base.target_facts import target_config
+from jobs.promotion import gate
+from jobs.registry.versions import (
     CHALLENGER,
     CHAMPION,
     COMPAT,
@@ -31,7 +32,6 @@ from jobs.registry import (
     resolve,
     who,
 )
-from jobs.shape import target_config
 from store import promotions
 from store.files import read_json
 from store.ids import drafter_version

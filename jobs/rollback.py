@@ -7,11 +7,11 @@ that no gate accepts it again.
 
 from typing import Any
 
-from jobs.cli import run_as_module
-from jobs.config import Config
-from jobs.console import console
+from jobs.base.cli import run_as_module
+from jobs.base.config import Config
+from jobs.base.console import console
 from jobs.promote import complete_history, move
-from jobs.registry import CHAMPION, Registry, Version, lease
+from jobs.registry.versions import CHAMPION, Registry, Version, lease
 from store import promotions
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from dflash.checkpoint import drafter_sha256
-from dflash.target import resolve_dtype, target_id
-from jobs.cli import run_as_module
-from jobs.config import Config
-from jobs.console import console
+from dflash.target_model import resolve_dtype, target_id
+from jobs.base.cli import run_as_module
+from jobs.base.config import Config
+from jobs.base.console import console
 from jobs.doctor import installed
 from serving.server import SERVED_NAME, Server, vllm_runs_on_cpu
 from store.files import read_json

@@ -16,13 +16,13 @@ import duckdb
 import pyarrow as pa
 
 import sql
-from jobs.cli import run_as_module
-from jobs.config import Config
-from jobs.console import console, print_table, visible
+from jobs.base.cli import run_as_module
+from jobs.base.config import Config
+from jobs.base.console import console, print_table, visible
 from store import promotions
 from store.schemas import ACCEPTANCE, REJECTS, SET_ASIDE, TRAFFIC
 from store.shards import shard_paths
-from store.traffic import read_traffic
+from store.traffic_table import read_traffic
 
 FOLDER = Path(next(iter(sql.__path__)))
 SOURCES = "00_sources.sql"
@@ -76,7 +76,8 @@ def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
 def connect(cfg: Config, with_traffic: bool) -> duckdb.DuckDBPyConnection:
     """An in-memory DuckDB with the views and macros over the published files of the work folder.
 
-    Traffic is read and merged by store.traffic, which takes time: only where a query names it.
+    Traffic is read and merged by store.traffic_table, which takes time: only where a query names
+    it.
     """
     connection = duckdb.connect()
     for view, (folder, schema) in DATASETS.items():

@@ -19,26 +19,26 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from dflash.checkpoint import load_drafter
-from dflash.config import DrafterConfig
+from dflash.drafter_config import DrafterConfig
 from dflash.model import Drafter
-from dflash.target import target_id
-from jobs.checkpoints import forget_result, has_result, read_result, states_folder
-from jobs.cli import run_as_module
-from jobs.cluster import cluster, cpus_each
-from jobs.config import Config
-from jobs.console import console, print_table
-from jobs.feed import training_set, val_rows
+from dflash.target_model import target_id
+from jobs.base.cli import run_as_module
+from jobs.base.cluster import cluster, cpus_each
+from jobs.base.config import Config
+from jobs.base.console import console, print_table
+from jobs.base.settings import split_identity, to_yaml
+from jobs.base.target_facts import target_taps
+from jobs.dataset.slices import largest
 from jobs.harvest import features_folder
-from jobs.loop import progress_file, worker
-from jobs.pictures import training_curves
-from jobs.pin import Chosen, choose_run, missing, run_settings, write_pin
-from jobs.plan import check_lora, check_val, make_plan, print_plan, run_shape
-from jobs.progress import follow
-from jobs.registry import who
-from jobs.settings import split_identity, to_yaml
-from jobs.shape import target_taps
-from jobs.slices import largest
-from jobs.tracking import MlflowFault, Tracker
+from jobs.registry.versions import who
+from jobs.reporting.plotting import training_curves
+from jobs.tracking.mlflow_runs import MlflowFault, Tracker
+from jobs.training.feed import training_set, val_rows
+from jobs.training.loop import progress_file, worker
+from jobs.training.plan import check_lora, check_val, make_plan, print_plan, run_shape
+from jobs.training.progress import follow
+from jobs.training.runs import Chosen, choose_run, missing, run_settings, write_pin
+from jobs.training.states import forget_result, has_result, read_result, states_folder
 from store.files import exclusive
 from store.shards import read_manifests
 
@@ -56,7 +56,7 @@ def plan(cfg: Config) -> dict[str, Any]:
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Train (or resume, or find finished) the run of these settings and this data (jobs/pin.py).
+    """Train (or resume, or find finished) the run of these settings and this data.
 
     Raises ValueError without training samples, for a base drafter of another target shape, for
     settings that need data which is not there, for a run that another process is training, and for

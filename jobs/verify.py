@@ -15,14 +15,17 @@ import pyarrow.compute as pc
 
 from dflash.acceptance import tau
 from dflash.checkpoint import drafter_sha256, load_drafter, read_config
-from dflash.target import load_target, target_id
-from jobs.choose_k import BATCHES, CHOICE, choose, predicted
-from jobs.cli import run_as_module
-from jobs.comparison import Comparison, compare, table
-from jobs.config import Config
-from jobs.console import console, print_table, short_name
+from dflash.target_model import load_target, target_id
+from jobs.base.cli import run_as_module
+from jobs.base.config import Config
+from jobs.base.console import console, print_table, short_name
+from jobs.base.target_facts import compute_device, compute_dtype
+from jobs.dataset.samples import load_rows
+from jobs.dataset.slices import taus_by_slice
 from jobs.evaluate import commit_rows, pick, save_json
-from jobs.measure import (
+from jobs.fleet.server_pool import Servers, require
+from jobs.proof.choose_k import BATCHES, CHOICE, choose, predicted
+from jobs.proof.measurements import (
     MOST,
     RULE,
     measure,
@@ -30,17 +33,14 @@ from jobs.measure import (
     speed_domain,
     warn_if_unsteady,
 )
-from jobs.reference import check_reference
-from jobs.registry import resolve
-from jobs.report import publish
-from jobs.samples import load_rows
+from jobs.proof.reference_check import check_reference
+from jobs.proof.round_comparison import Comparison, compare, table
+from jobs.registry.versions import resolve
+from jobs.reporting.page import publish
 from jobs.serve import dtype_name, vllm_version
-from jobs.servers import Servers, require
-from jobs.shape import compute_device, compute_dtype
-from jobs.slices import taus_by_slice
-from serving.acceptance import served_row
 from serving.client import Completion
 from serving.greedy import LEVEL, GreedyReport, Reading
+from serving.vllm_counts import served_row
 from store.files import read_json
 from store.ids import drafter_version, short_hash
 from store.schemas import ACCEPTANCE

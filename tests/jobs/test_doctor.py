@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from jobs import cli, doctor
-from jobs.config import load
+from jobs import doctor
+from jobs.base import cli
+from jobs.base.config import load
 
 CFG = load()
 

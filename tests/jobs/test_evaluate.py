@@ -11,13 +11,15 @@ from dflash.checkpoint import load_drafter, save_drafter
 from dflash.decode import decode
 from dflash.model import new_drafter
 from dflash.replay import Request, replay
-from dflash.target import load_target
-from jobs import evaluate, harvest, regression, shape, sides
-from jobs.benchmarks import read_prompts
-from jobs.config import Config, load
-from jobs.gate import refusals
-from jobs.samples import load_requests
-from jobs.shape import drafter_config
+from dflash.target_model import load_target
+from jobs import evaluate, harvest
+from jobs.base import target_facts
+from jobs.base.config import Config, load
+from jobs.base.target_facts import drafter_config
+from jobs.dataset.samples import load_requests
+from jobs.evaluation import drafters, regression_sets
+from jobs.evaluation.prompt_files import read_prompts
+from jobs.promotion.gate import refusals
 from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
 from tests.work import RIVAL_SETTINGS
@@ -94,13 +96,13 @@ def test_a_regression_set_is_answered_once_and_walked(work, tmp_path, monkeypatc
         request = Request(torch.tensor(ids), len(prompt), features)
         walks += replay(drafter, target.embedding, target.head, [request], 4)
     assert found["gsm"]["tau"]["pooled"] == pytest.approx(tau(walks), abs=0.05)
-    sets = regression.load_sets(cfg)
+    sets = regression_sets.load_sets(cfg)
     first, second = sets.answered["chats"][0]
     assert second["prompt_ids"][:3] == first["prompt_ids"] == [5, 6, 9]
     assert second["prompt_ids"][-2:] == [7, 9], "the second question follows the first answer"
-    monkeypatch.setattr(regression, "load_target", None)  # answers come from the cache
-    monkeypatch.setattr(shape, "free_bytes", lambda: 1000)
-    assert regression.load_sets(cfg).answered.keys() == {"gsm", "chats"}
+    monkeypatch.setattr(regression_sets, "load_target", None)  # answers come from the cache
+    monkeypatch.setattr(target_facts, "free_bytes", lambda: 1000)
+    assert regression_sets.load_sets(cfg).answered.keys() == {"gsm", "chats"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -113,12 +115,12 @@ def test_regression_answers_end_where_the_engine_ends_them(work, tmp_path, dtype
     prompts = read_prompts(str(write(tmp_path / "g.jsonl", *asked)), 0)
     words = [f"work={tmp_path}", f"target.dtype={dtype}", "evaluate.regression_tokens=24"]
     cfg = load(None, words)
-    before = [row["output_ids"] for row in regression.answered(cfg, prompts)]
+    before = [row["output_ids"] for row in regression_sets.answered(cfg, prompts)]
     end = before[0][3]
     path = target / "generation_config.json"
     found = json.loads(path.read_text())
     path.write_text(json.dumps(found | {"eos_token_id": [0, end]}))
-    rows = regression.answered(cfg, prompts)
+    rows = regression_sets.answered(cfg, prompts)
     for row, whole in zip(rows, before, strict=True):
         until = whole.index(end) + 1 if end in whole else len(whole)
         assert row["output_ids"] == whole[:until]
@@ -132,8 +134,8 @@ def test_a_set_that_a_target_too_large_would_have_to_answer_is_skipped_by_name(
 ):
     """Nothing is loaded, the evaluation says why, and the gate does not pass over it."""
     gsm = write(tmp_path / "large.jsonl", {"question": "w31 w9", "answer": ""})
-    monkeypatch.setattr(shape, "free_bytes", lambda: 1000)
-    monkeypatch.setattr(regression, "load_target", None)
+    monkeypatch.setattr(target_facts, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(regression_sets, "load_target", None)
     cfg = configure(work, f"evaluate.regression=[{gsm}]")
     found = evaluate.run(cfg)
     assert found["regression"] == {}
@@ -165,7 +167,7 @@ def test_two_sets_of_one_name_are_refused(work, tmp_path):
     first = write(tmp_path / "g.jsonl", {"question": "w5", "answer": "1"})
     second = write(tmp_path / "x" / "g.jsonl", {"question": "w6", "answer": "1"})
     with pytest.raises(ValueError, match="different names, got g, g"):
-        regression.load_sets(configure(work, f"evaluate.regression=[{first},{second}]"))
+        regression_sets.load_sets(configure(work, f"evaluate.regression=[{first},{second}]"))
 
 
 def test_a_drafter_with_other_taps_is_compared_on_the_same_samples(work, tmp_path):
@@ -194,12 +196,12 @@ def test_a_drafter_with_other_taps_is_compared_on_the_same_samples(work, tmp_pat
 
 def test_samples_that_either_side_set_aside_are_left_out_of_both(work, monkeypatch):
     cfg = configure(work, f"evaluate.baseline={work / 'blank'}")
-    everything = {row["sample_id"] for row in sides.load_rows(cfg, "test", sampled=True)}
+    everything = {row["sample_id"] for row in drafters.load_rows(cfg, "test", sampled=True)}
     gone = set(sorted(everything)[:3])
-    monkeypatch.setattr(sides, "set_aside", lambda *_: gone)
+    monkeypatch.setattr(drafters, "set_aside", lambda *_: gone)
     found = evaluate.run(cfg)
     assert (found["samples"], found["baseline"]["conversations"]) == (13, 13)
-    monkeypatch.setattr(sides, "set_aside", lambda *_: everything)
+    monkeypatch.setattr(drafters, "set_aside", lambda *_: everything)
     with pytest.raises(ValueError, match="no test sample of target"):
         evaluate.run(cfg)
 
@@ -219,9 +221,9 @@ def test_every_side_is_replayed_in_the_dtype_of_the_config(work, dtype):
     """In bfloat16 an untrained drafter met features of another dtype: a traceback behind verify."""
     name = str(dtype).removeprefix("torch.")
     cfg = configure(work, f"evaluate.baseline={work / 'blank'}", f"target.dtype={name}")
-    borrowed = sides.load_on(cfg)
+    borrowed = drafters.load_on(cfg)
     assert borrowed[0].dtype == dtype
-    assert sides.drafter_on(work / "blank", borrowed).fc.weight.dtype == dtype
+    assert drafters.drafter_on(work / "blank", borrowed).fc.weight.dtype == dtype
     found = evaluate.run(cfg)
     # The tiny target's answers are memorised with room: 0.1 tau is five rounds in 200.
     assert found["tau"]["pooled"] == pytest.approx(known_tau(work), abs=0.1)

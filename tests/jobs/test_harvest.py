@@ -10,10 +10,11 @@ import torch
 
 from dflash.decode import decode
 from dflash.sampling import Sampling
-from dflash.target import Features, load_target, target_id
-from jobs import harvest, ingest, samples
-from jobs.screening import exceeds, screen
-from jobs.shape import target_taps
+from dflash.target_model import Features, load_target, target_id
+from jobs import harvest, ingest
+from jobs.base.target_facts import target_taps
+from jobs.dataset import samples
+from jobs.harvesting.screening import exceeds, screen
 from jobs.sql import ask
 from store import files
 from store.features import features_row, open_shard

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from jobs import cli, doctor, gate, methods, pictures, preflight, verify
-from jobs.config import Promote
-from jobs.console import NAME, console, print_table, short_name, some_names, visible
+from jobs import doctor, methods, preflight, verify
+from jobs.base import cli
+from jobs.base.config import Promote
+from jobs.base.console import NAME, console, print_table, short_name, some_names, visible
+from jobs.dataset.slices import SHOWN, largest, largest_rows, slices
 from jobs.doctor import Check
-from jobs.slices import SHOWN, largest, largest_rows, slices
-from tests.jobs.test_slices import row
+from jobs.promotion import gate
+from jobs.reporting import plotting
+from tests.jobs.dataset.test_slices import row
 from tests.work import RIVAL_SETTINGS
 
 LABELS = [
@@ -194,9 +197,9 @@ def test_pictures_take_any_label_and_show_it(label):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a glyph that is missing here, a legend without entries
         drawn = [
-            pictures.bars_by_domain({"replay": {label: 2.0}, "served": {label: 2.1}}),
-            pictures.forest({label: [(label, 2.0, [1.0, 3.0])]}, "tau", 1.0, {label: {label: 1.5}}),
-            pictures.training_curves([(1, 2.0), (2, 1.0)], {label: [(1, 1.5), (2, 1.7)]}),
+            plotting.bars_by_domain({"replay": {label: 2.0}, "served": {label: 2.1}}),
+            plotting.forest({label: [(label, 2.0, [1.0, 3.0])]}, "tau", 1.0, {label: {label: 1.5}}),
+            plotting.training_curves([(1, 2.0), (2, 1.0)], {label: [(1, 1.5), (2, 1.7)]}),
         ]
     for svg in drawn:
         texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
@@ -205,7 +208,7 @@ def test_pictures_take_any_label_and_show_it(label):
 
 
 def shown(label):
-    return visible(label, pictures.LONGEST).strip()
+    return visible(label, plotting.LONGEST).strip()
 
 
 def unescape(text):
@@ -213,10 +216,10 @@ def unescape(text):
 
 
 def test_colors_of_a_picture_follow_the_theme_and_labels_do_not():
-    svg = pictures.bars_by_domain({"replay": {pictures.BLUE: 2.0}})
-    assert f">{pictures.BLUE}</text>" in svg
-    assert f"var(--blue, {pictures.BLUE})" in svg
-    assert svg.count(pictures.BLUE) - svg.count(f"var(--blue, {pictures.BLUE})") == 1
+    svg = plotting.bars_by_domain({"replay": {plotting.BLUE: 2.0}})
+    assert f">{plotting.BLUE}</text>" in svg
+    assert f"var(--blue, {plotting.BLUE})" in svg
+    assert svg.count(plotting.BLUE) - svg.count(f"var(--blue, {plotting.BLUE})") == 1
 
 
 def test_long_names_stay_apart_when_they_are_cut():
@@ -263,4 +266,4 @@ def test_only_the_console_knows_the_library_and_nobody_writes_its_markup():
         text = path.read_text()
         assert not MARKUP.search(text), f"{path}: use style="
         knows = re.search(r"^\s*(from|import) rich", text, re.MULTILINE)
-        assert not knows or path.name == "console.py", f"{path}: print through jobs/console.py"
+        assert not knows or path.name == "console.py", f"{path}: print through jobs/base/console.py"

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import save_file
 
 import store.digests
-import store.ingest
+import store.ingest_log
 import store.shards
 from dflash.identity import legacy_target_id
 from jobs import ingest
-from jobs.config import Config, load
+from jobs.base.config import Config, load
 from store.digests import digest_log
-from store.ingest import ingest_log, publish
+from store.ingest_log import ingest_log, publish
 from store.log_files import find_logs
 from store.schemas import REJECTS
 from store.shards import read_dataset, read_manifests, sweep, verify
-from store.traffic import read_traffic
+from store.traffic_table import read_traffic
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -219,7 +219,7 @@ def test_folders_globs_and_files_name_each_log_once(configure, tmp_path):
 def test_several_shards_per_log(configure, monkeypatch, tmp_path):
     cfg = configure()
     log = write_log(cfg, "a.jsonl", [line(i) for i in range(100)])
-    monkeypatch.setattr(store.ingest, "SHARD_TOKENS", 100)
+    monkeypatch.setattr(store.ingest_log, "SHARD_TOKENS", 100)
     rules = ingest.make_rules(cfg)
     size, sha256, prefixes = digest_log(log, set())
     arguments = (log, size, sha256, rules, cfg.path("traffic"), cfg.path("rejects"))
@@ -326,7 +326,7 @@ def test_a_text_log_is_named_once_and_not_copied(configure):
 
 
 def test_bytes_of_rejects_are_bounded_for_each_log(configure, monkeypatch):
-    monkeypatch.setattr(store.ingest, "MAX_REJECTS_BYTES", 1000)
+    monkeypatch.setattr(store.ingest_log, "MAX_REJECTS_BYTES", 1000)
     cfg = configure()
     log = write_log(cfg, "a.jsonl", ["x" * 99 + "\n"] * 50)
     size, sha256, _ = digest_log(log, set())
@@ -397,7 +397,7 @@ import sys
 from pathlib import Path
 from store import ingest
 from store.digests import digest_log
-from store.logs import Rules
+from store.log_formats import Rules
 ingest.SHARD_TOKENS = 500
 log, work = Path(sys.argv[1]), Path(sys.argv[2])
 rules = Rules("t", 1000, "default", 2, 10, 10)

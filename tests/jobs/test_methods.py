@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from jobs import cli, methods
-from jobs.config import METHODS, load
-from jobs.report.methods import table_line
+from jobs import methods
+from jobs.base import cli
+from jobs.base.config import METHODS, load
+from jobs.reporting.methods_table import table_line
 from serving.client import Speed
 from tests.tiny import make_target
 

@@ -8,9 +8,9 @@ import torch
 
 from dflash.checkpoint import drafter_sha256, save_drafter
 from dflash.model import Drafter
-from dflash.target import target_id
+from dflash.target_model import target_id
 from jobs import serve
-from jobs.config import load
+from jobs.base.config import load
 from tests.promotion import SHAPE
 from tests.tiny import make_target
 
@@ -23,7 +23,7 @@ def cfg(tmp_path):
 
 def test_auto_is_resolved_for_the_device_that_serves(cfg, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr("dflash.target._amx", lambda: False)
+    monkeypatch.setattr("dflash.target_model._amx", lambda: False)
     for on_cpu, expected in ((True, torch.float32), (False, torch.bfloat16)):
         monkeypatch.setattr(serve, "vllm_runs_on_cpu", lambda on_cpu=on_cpu: on_cpu)
         assert serve.served_dtype(cfg) == expected

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 
 from dflash import acceptance
-from jobs import cli
 from jobs import sql as sql_stage
-from jobs.config import load
+from jobs.base import cli
+from jobs.base.config import load
 from store import promotions
 from store.schemas import ACCEPTANCE, TRAFFIC
 from store.shards import write_manifest, write_shard
-from store.traffic import read_traffic
+from store.traffic_table import read_traffic
 
 
 @pytest.fixture

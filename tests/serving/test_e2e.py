@@ -18,11 +18,11 @@ from dflash.checkpoint import load_drafter
 from dflash.decode import decode
 from dflash.replay import Request as Recorded
 from dflash.replay import replay
-from dflash.target import load_target
-from serving.acceptance import rounds
+from dflash.target_model import load_target
 from serving.client import Request, complete
 from serving.greedy import judge, read_again
 from serving.server import Server
+from serving.vllm_counts import rounds
 from tests.serving.conftest import LEARNED, TAPS, VOCABULARY
 
 pytest.importorskip("vllm")
@@ -249,7 +249,7 @@ def test_vllm_and_transformers_give_the_same_features(tiny_target):
     # the longest prompt into chunks.
     code = f"""
 import torch
-from dflash.target import load_target
+from dflash.target_model import load_target
 from serving.extract import Extractor
 taps, generator = {TAPS}, torch.Generator().manual_seed(0)
 batch = [torch.randint({VOCABULARY}, (n,), generator=generator).tolist() for n in (1, 7, 64, 150)]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dflash.decode import decode
-from dflash.target import load_target
+from dflash.target_model import load_target
 from jobs import ingest, methods
-from jobs.config import load
-from serving.acceptance import rounds
+from jobs.base.config import load
+from serving.vllm_counts import rounds
 from tests.serving.conftest import ANSWER, LEARNED
 
 pytest.importorskip("vllm")

@@ -1,0 +1,401 @@
+"""Everything a log can contain is a row, a counted refusal, or a reject with a reason."""
+
+import hashlib
+import json
+import random
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from store import log_formats
+from store.digests import digest_log
+from store.log_formats import NotUsed, Reject, Rules, parse_log
+from store.reasons import REASONS
+from store.schemas import TRAFFIC
+
+RULES = Rules(
+    target_id="t",
+    vocab_size=100,
+    default_domain="default",
+    min_output_tokens=2,
+    val_percent=10,
+    test_percent=10,
+)
+CAPTURE = {
+    "v": 1,
+    "captured_at": "2026-01-02T03:04:05.678901Z",
+    "request_id": "r1",
+    "endpoint": "/v1/chat/completions",
+    "model": "m",
+    "choice": 0,
+    "prompt_ids": [1, 2, 3],
+    "output_ids": [4, 5],
+    "finish_reason": "stop",
+    "temperature": 0,
+    "top_k": -1,
+    "conversation_id": "c1",
+    "domain": "sql",
+    "consent": True,
+    "language": "de",
+}
+
+
+def line(**changes):
+    return json.dumps(CAPTURE | changes).encode() + b"\n"
+
+
+def parse(path, data, rules=RULES) -> list[Any]:
+    path.write_bytes(data)
+    return list(parse_log(path, len(data), hashlib.sha256(data).hexdigest(), rules))
+
+
+def reason(path, data):
+    """Of the one outcome, of the class that the table gives it; only what is damaged is kept."""
+    (outcome,) = parse(path, data)
+    damaged = REASONS[outcome.reason.partition(":")[0]].damaged
+    assert isinstance(outcome, Reject if damaged else NotUsed), outcome
+    if isinstance(outcome, Reject):
+        assert outcome.raw == data[: log_formats.MAX_REJECT_BYTES]
+    return outcome.reason
+
+
+def test_capture_record_becomes_a_row(tmp_path):
+    (row,) = parse(tmp_path / "l", line())
+    table = pa.Table.from_pylist([row], schema=TRAFFIC)
+    assert set(row) == {*TRAFFIC.names, "model"}
+    got = table.to_pylist()[0]
+    assert (got["prompt_ids"], got["output_ids"]) == ([1, 2, 3], [4, 5])
+    assert got["loss_mask"] == [{"start": 3, "end": 5}]
+    assert got["captured_at"] == datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
+    assert (got["domain"], got["conversation_id"], got["ids_source"]) == ("sql", "c1", "served")
+    assert (got["temperature"], got["top_k"], got["consent"]) == (0.0, -1, True)
+    assert got["language"] == "de"
+
+
+def test_missing_optional_fields_get_stated_defaults(tmp_path):
+    record = {"v": 1, "prompt_ids": [1], "output_ids": [2, 3]}
+    (row,) = parse(tmp_path / "l", json.dumps(record).encode())
+    assert row["domain"] == "default"
+    assert row["conversation_id"].startswith("prompt-")
+    assert row["consent"] is row["language"] is None
+    assert row["finish_reason"] is None
+
+
+@pytest.mark.parametrize("finish", ["length", "abort", "tool_calls", "repetition", None])
+def test_cut_answers_are_kept(tmp_path, finish):
+    (row,) = parse(tmp_path / "l", line(finish_reason=finish))
+    assert row["finish_reason"] == finish
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"garbage\n", "not_json"),
+        (bytes(range(128, 256)) + b"\n", "not_json"),
+        (b"[" * 100_000 + b"\n", "not_json"),
+        (b"[1, 2]\n", "not_an_object"),
+        (b'{"prompt": "hi", "completion": "ho"}\n', "text_only"),
+        (b'{"messages": []}\n', "text_only"),
+        (b'{"level": "info"}\n', "unknown_format"),
+        (line(v=2), "unknown_version"),
+        (line(prompt_ids=None), "no_token_ids"),
+        (line(prompt_ids=[]), "no_token_ids"),
+        (line(output_ids=None), "no_token_ids"),
+        (line(output_ids=[1, 2.0]), "bad_token_ids"),
+        (line(output_ids=[1, True]), "bad_token_ids"),
+        (line(output_ids="12"), "bad_token_ids"),
+        (line(output_ids=[1, 100]), "token_outside_vocabulary"),
+        (line(prompt_ids=[-1]), "token_outside_vocabulary"),
+        (line(target_id="other"), "other_target"),
+        (line(adapter="lora"), "adapter"),
+        (line(output_ids=[]), "empty_loss_mask"),
+        (line(output_ids=[7]), "short_output"),
+        (line(finish_reason="error"), "finish_error"),
+        (line(finish_reason="content_filter"), "finish_content_filter"),
+        (line(finish_reason="tired"), "finish_unknown"),
+        (line(finish_reason=3), "bad_field:finish_reason"),
+        (line(captured_at="yesterday"), "bad_field:captured_at"),
+        (line(captured_at="2026-01-02T03:04:05"), "bad_field:captured_at"),
+        (line(captured_at=True), "bad_field:captured_at"),
+        (line(temperature="0"), "bad_field:temperature"),
+        (line(temperature=float("nan")), "bad_field:temperature"),
+        (line(top_k=2**40), "bad_field:top_k"),
+        (line(seed=2**70), "bad_field:seed"),
+        (line(thinking="no"), "bad_field:thinking"),
+        (line(domain=["a"]), "bad_field:domain"),
+        (line(request_id="\ud800"), "bad_field:request_id"),
+        (b'{"request": {}, "response": {"choices": [{"index": 0}]}}\n', "no_token_ids"),
+        (b'{"request": {}, "response": {"choices": []}}\n', "no_token_ids"),
+        (b'{"request": {}, "response": {"error": "busy"}}\n', "finish_error"),
+        (b'{"request": {}, "response": {}}\n', "unknown_format"),
+        (b'{"v": 1, "domain": "a", "domain": "b"}\n', "duplicate_field:domain"),
+    ],
+)
+def test_rejects(tmp_path, data, expected):
+    assert reason(tmp_path / "l", data) == expected
+
+
+def test_cut_and_garbage_lines_carry_offset_and_bytes(tmp_path):
+    good = line()
+    cut = line()[:50]
+    outcomes = parse(tmp_path / "l", good + b"}{\n" + b" \n\r\n" + good + cut)
+    assert [type(o) for o in outcomes] == [dict, Reject, dict, Reject]
+    assert (outcomes[1].offset, outcomes[1].raw, outcomes[1].reason) == (
+        len(good),
+        b"}{\n",
+        "not_json",
+    )
+    assert (outcomes[3].offset, outcomes[3].raw, outcomes[3].reason) == (
+        2 * len(good) + 7,
+        cut,
+        "cut_line",
+    )
+
+
+def test_last_line_without_newline_is_used_when_it_is_whole(tmp_path):
+    assert len(parse(tmp_path / "l", line()[:-1])) == 1
+
+
+NO_CONSENT = NotUsed(0, "no_consent")
+
+
+@pytest.mark.parametrize(
+    "consent", [False, "false", 0, "maybe", [], "no", "off", "", "true, false", "false, false"]
+)
+def test_no_consent_is_counted_and_never_kept(tmp_path, consent):
+    assert parse(tmp_path / "l", line(consent=consent, finish_reason="error")) == [NO_CONSENT]
+
+
+def pair(request=None, response=None, **more) -> bytes:
+    answer = {"prompt_token_ids": [1], "choices": [{"finish_reason": "stop", "token_ids": [3, 4]}]}
+    record = {"request": request or {}, "response": answer | (response or {})} | more
+    return json.dumps(record).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"v": 1, "consent": false, "consent": true, "prompt_ids": [1], "output_ids": [2, 3]}\n',
+        b'{"v": 1, "consent": true, "consent": null, "consent": "off", "prompt_ids": [1]}\n',
+        pair({"metadata": {"consent": False}}, {"choices": []}),
+        pair({"metadata": {"consent": "yes"}}, headers={"X-Flywheel-Consent": "true, no"}),
+        pair({"headers": {"x-flywheel-consent": ["false", "true"]}}),
+        pair({"extra_body": {"metadata": {"Consent": 0}}}),
+        pair(metadata={"consent": "nope"}),
+        line(v=2, consent=False),
+        b'{"messages": "my secret", "consent": false}\n',
+        b'[{"consent": false, "secret": 1}]\n',
+        line(consent="false")[:-3] + b"\n",
+        b'{"v": 1, "consent": fal',
+        b'{"v": 1, "consent"',
+        b'{"v": 1, "consent": "true',
+        b'{"secret": 1, "con\\u0073ent": false, }\n',
+        b'"{\\"consent\\": false}" and more\n',
+    ],
+)
+def test_a_refusal_is_seen_before_anything_else_refuses_the_line(tmp_path, data):
+    """Bytes of records without consent reached rejects/ when something else was wrong with them."""
+    assert parse(tmp_path / "l", data) == [NO_CONSENT]
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"consent": null, "v": 1, \n', b'{"consent": "true", x\n', b"I consent: no\n"]
+)
+def test_damaged_lines_that_refuse_nothing_are_kept(tmp_path, data):
+    assert reason(tmp_path / "l", data) == "not_json"
+
+
+def test_a_refusal_in_a_torn_record_does_not_take_the_next_one(tmp_path):
+    torn = b'{"v": 1, "consent": false, "prompt_ids": [1, 2'
+    outcomes = parse(tmp_path / "l", torn + line())
+    assert outcomes[0] == NO_CONSENT
+    assert outcomes[1]["request_id"] == "r1"
+
+
+REDACTED = "redacted-by-litellm"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pair({"messages": [{"role": "user", "content": REDACTED}]}),
+        pair({"prompt": "mail [REDACTED] to <EMAIL_REDACTED>"}),
+        pair(response={"choices": [{"token_ids": [3, 4], "message": {"content": "[redacted]"}}]}),
+        pair({"messages": [{"content": REDACTED}]}, {"choices": [{"text": "clear"}]}),
+        pair(redacted=True),
+        b'{"messages": "redacted-by-litellm", "response": "a clear answer"}\n',
+    ],
+)
+def test_a_half_redacted_pair_is_counted_and_nothing_of_it_is_kept(tmp_path, data):
+    """Its ids were trained on, and clear answers of redacted logs were copied into rejects/."""
+    assert parse(tmp_path / "l", data) == [NotUsed(0, "redacted")]
+
+
+def test_damaged_lines_with_a_mark_keep_no_bytes(tmp_path):
+    (outcome,) = parse(tmp_path / "l", b'{"prompt": "redacted-by-litellm", "answer": "clear\n')
+    assert outcome == Reject(0, "not_json", b"")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pair({"messages": [{"content": "redacted"}]}),
+        pair({"messages": [{"content": "see [the redacted report](x) (redacted)"}]}),
+        pair({"metadata": {"tenant": "[REDACTED]"}}),
+        line(domain="[REDACTED]"),
+    ],
+)
+def test_a_word_or_a_label_is_no_redaction(tmp_path, data):
+    assert isinstance(parse(tmp_path / "l", data)[0], dict)
+
+
+def test_another_model_behind_a_gateway_is_not_the_target(tmp_path):
+    """response.model was not read: half of a gateway's log was another model's."""
+    data = pair({"model": "qwen3-8b"}, {"model": "qwen3-4b-fallback"})
+    (outcome,) = parse(tmp_path / "l", data)
+    assert (outcome.reason, outcome.detail) == (
+        "other_model",
+        "qwen3-4b-fallback, asked for qwen3-8b",
+    )
+    (row,) = parse(tmp_path / "l", pair({"model": "qwen3-8b"}, {"model": "qwen3-8b"}))
+    assert row["model"] == "qwen3-8b"
+    listed = replace(RULES, models=("qwen3-8b",))
+    assert parse(tmp_path / "l", data, listed) == [NotUsed(0, "not_in_models", "qwen3-4b-fallback")]
+    alias = pair({"model": "production"}, {"model": "qwen3-8b"})
+    assert parse(tmp_path / "l", alias, listed)[0]["model"] == "qwen3-8b"
+
+
+def test_a_record_with_the_targets_id_needs_no_name(tmp_path):
+    rules = replace(RULES, former_ids=("t-old",))
+    for name in ("t", "t-old"):
+        (row,) = parse(tmp_path / "l", line(target_id=name), rules)
+        assert (row["target_id"], row["model"]) == ("t", None)
+    (outcome,) = parse(tmp_path / "l", line(target_id="x"), rules)
+    assert (outcome.reason, outcome.detail) == ("other_target", "x")
+
+
+def test_labels_are_in_one_form(tmp_path):
+    """Domains of one name in two Unicode forms had two splits and two slices."""
+    composed, split = "b\u00fcro", "bu\u0308ro"
+    rows = parse(tmp_path / "l", line(domain=composed) + line(domain=f" {split} "))
+    assert [row["domain"] for row in rows] == [composed, composed]
+
+
+@pytest.mark.parametrize("label", ["None", "null", " ", "", "undefined"])
+def test_labels_that_say_nothing_are_none(tmp_path, label):
+    (row,) = parse(tmp_path / "l", line(conversation_id=label))
+    assert row["conversation_id"].startswith("prompt-")
+
+
+def test_a_torn_line_does_not_swallow_the_next_record(tmp_path):
+    """A full disk leaves half a record; the next one went on behind it on the same line."""
+    torn = line()[:70]
+    outcomes = parse(tmp_path / "l", line() + torn + line(request_id="r2") + line())
+    assert [type(o) for o in outcomes] == [dict, Reject, dict, dict]
+    at = len(line())
+    assert (outcomes[1].offset, outcomes[1].reason, outcomes[1].raw) == (at, "torn_line", torn)
+    assert outcomes[2]["request_id"] == "r2"
+    zeros = parse(tmp_path / "l", b"\0" * 4096 + line())
+    assert [type(o) for o in zeros] == [Reject, dict]
+
+
+def test_a_byte_order_mark_is_no_damage(tmp_path):
+    outcomes = parse(tmp_path / "l", b"\xef\xbb\xbf" + line() + b"}{\n")
+    assert [type(o) for o in outcomes] == [dict, Reject]
+    assert outcomes[1].offset == 3 + len(line())
+
+
+@pytest.mark.parametrize("consent", [True, "true", "1", "yes", "True"])
+def test_consent(tmp_path, consent):
+    (row,) = parse(tmp_path / "l", line(consent=consent))
+    assert row["consent"] is True
+
+
+def test_overlong_line_is_rejected_and_the_next_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_formats, "MAX_LINE_BYTES", 1000)
+    long = line(model="m" * 5000)
+    outcomes = parse(tmp_path / "l", long + line())
+    assert [type(o) for o in outcomes] == [Reject, dict]
+    assert (outcomes[0].reason, outcomes[0].raw) == ("line_too_long", b"")  # its consent is unread
+
+
+def test_openai_pair_with_two_choices(tmp_path):
+    both = {
+        "request": {
+            "temperature": 0.7,
+            "seed": 3,
+            "metadata": {"domain": "chat", "conversation_id": "c9"},
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+        "response": {
+            "id": "chatcmpl-1",
+            "created": 1767323045,
+            "prompt_token_ids": [1, 2],
+            "choices": [
+                {"index": 0, "finish_reason": "stop", "token_ids": [3, 4]},
+                {"index": 1, "finish_reason": "length", "token_ids": [5]},
+            ],
+        },
+    }
+    row, reject = parse(tmp_path / "l", json.dumps(both).encode())
+    assert (row["source"], row["domain"], row["seed"], row["thinking"]) == (
+        "openai",
+        "chat",
+        3,
+        False,
+    )
+    assert row["captured_at"] == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert reject.reason == "short_output"
+
+
+def test_completions_pair_carries_prompt_ids_in_the_choice(tmp_path):
+    choice = {"finish_reason": "stop", "token_ids": [3, 4], "prompt_token_ids": [1]}
+    data = {"request": {}, "response": {"choices": [choice]}}
+    (row,) = parse(tmp_path / "l", json.dumps(data).encode())
+    assert list(row["prompt_ids"]) == [1]
+
+
+def test_any_bytes_give_outcomes_that_account_for_every_record(tmp_path):
+    """1,000 lines, some damaged at random: no exception, one outcome per line that is not blank."""
+    rng = random.Random(0)
+    lines = []
+    for _ in range(1000):
+        data = bytearray(line()[:-1])
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            data[rng.randrange(len(data))] = rng.choice([0, 34, 91, 125, 200, 255, 44, 57])
+        lines.append(bytes(data))
+    outcomes = parse(tmp_path / "l", b"\n".join(lines))
+    assert len(outcomes) == 1000
+    rows = [o for o in outcomes if isinstance(o, dict)]
+    assert 300 < len(rows) < 1000
+    pa.Table.from_pylist(rows, schema=TRAFFIC)
+
+
+def test_log_that_changes_while_read_is_refused(tmp_path):
+    path = tmp_path / "l"
+    path.write_bytes(line())
+    size, digest, _ = digest_log(path, set())
+    path.write_bytes(line(domain="sqx"))
+    with pytest.raises(ValueError, match="changed while it was read"):
+        list(parse_log(path, size, digest, RULES))
+
+
+def test_appending_after_the_digest_does_not_matter(tmp_path):
+    path = tmp_path / "l"
+    path.write_bytes(line())
+    size, digest, _ = digest_log(path, set())
+    with open(path, "ab") as stream:
+        stream.write(line())
+    assert len(list(parse_log(path, size, digest, RULES))) == 1
+
+
+def test_digest_knows_its_prefixes(tmp_path):
+    data = b"a" * 3_000_000
+    (tmp_path / "l").write_bytes(data)
+    size, digest, prefixes = digest_log(tmp_path / "l", {0, 7, 2_500_000, 9_000_000})
+    assert (size, digest) == (len(data), hashlib.sha256(data).hexdigest())
+    assert set(prefixes) == {0, 7, 2_500_000, len(data)}
+    assert prefixes[2_500_000] == hashlib.sha256(data[:2_500_000]).hexdigest()
