@@ -23,14 +23,17 @@ from dflash.agreement import TIES, tie_bound
 from dflash.diagnose import Answer, Trace
 from jobs.base.config import Config, load
 from jobs.base.console import console
+from jobs.base.devices import dtype_name, served_dtype
+from jobs.base.packages import vllm_version
 from jobs.dataset.samples import load_rows
-from jobs.evaluate import find_drafter
+from jobs.evaluation.drafters import find_drafter
+from jobs.fleet.replica import server
 from jobs.fleet.server_pool import serving
 from jobs.proof.engine_checks import Ours, check_drafts, check_text
 from jobs.proof.engine_trial import answer_of, prepare, traces, with_noise
-from jobs.proof.measurements import READ, as_request
+from jobs.proof.greedy_requests import as_request
+from jobs.proof.measurements import READ
 from jobs.proof.round_comparison import compare
-from jobs.serve import dtype_name, served_dtype, server, vllm_version
 from serving.client import Completion, complete
 from serving.drafts import read_drafts
 from serving.greedy import Reading, judge, read_again

@@ -25,14 +25,16 @@ from bench.false_alarms import REQUESTS
 from bench.harness import cpu_name
 from jobs.base.config import Config, load
 from jobs.base.console import console
+from jobs.base.devices import dtype_name
+from jobs.base.packages import vllm_version
 from jobs.dataset.samples import load_rows
-from jobs.evaluate import find_drafter
+from jobs.evaluation.drafters import find_drafter
+from jobs.fleet.replica import server
 from jobs.fleet.server_pool import serving
 from jobs.proof.engine_checks import Ours, check_drafts
 from jobs.proof.engine_trial import answer_of, prepare, traces, with_noise
-from jobs.proof.measurements import as_request
+from jobs.proof.greedy_requests import as_request
 from jobs.proof.round_comparison import compare
-from jobs.serve import dtype_name, server, vllm_version
 from serving.client import complete
 from serving.drafts import read_drafts
 

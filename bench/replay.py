@@ -21,10 +21,10 @@ from dflash.target_model import load_target
 from jobs.base.config import load
 from jobs.base.target_facts import end_tokens
 from jobs.dataset.samples import load_requests
-from jobs.evaluate import find_drafter
+from jobs.evaluation.drafters import find_drafter
+from jobs.fleet.replica import server
 from jobs.fleet.server_pool import serving
-from jobs.proof.measurements import as_request
-from jobs.serve import server
+from jobs.proof.greedy_requests import as_request
 from serving.client import complete
 
 REQUESTS, REPEATS = 16, 3

@@ -25,7 +25,7 @@ from dflash.target_model import Target, load_target
 from jobs.base.config import load
 from jobs.base.target_facts import end_tokens
 from jobs.dataset.samples import load_requests
-from jobs.evaluate import find_drafter
+from jobs.evaluation.drafters import find_drafter
 from jobs.evaluation.intervals import Resamples, Term
 
 PROMPTS, DRAWS, TOKENS = 16, 2, 48

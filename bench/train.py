@@ -35,7 +35,7 @@ from dflash.target_model import Target, backbone, load_target, resolve_dtype
 from dflash.training_step import generator, step_loss
 from jobs.base.config import Config, load
 from jobs.base.console import print_table
-from jobs.base.target_facts import drafter_config
+from jobs.base.drafter_shape import drafter_config
 
 THEIRS = Path(".venv-speculators/bin/python")
 ROUNDS = 9

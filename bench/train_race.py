@@ -34,7 +34,7 @@ from dflash.target_model import Target, load_target, resolve_dtype
 from dflash.training_step import mixed_precision
 from jobs.base.config import Config, load
 from jobs.base.console import console, print_table
-from jobs.base.target_facts import drafter_config
+from jobs.base.drafter_shape import drafter_config
 from jobs.dataset.samples import load_requests
 
 GOAL = 2.0

@@ -24,7 +24,7 @@ from dflash.vocabulary import whole_vocabulary
 from jobs.base.config import load
 from jobs.base.target_facts import end_tokens
 from jobs.dataset.samples import load_requests
-from jobs.evaluate import find_drafter
+from jobs.evaluation.drafters import find_drafter
 
 REQUESTS = 10
 

@@ -10,8 +10,9 @@ from typing import Any
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console
-from jobs.promote import complete_history, move
-from jobs.registry.versions import CHAMPION, Registry, Version, lease
+from jobs.promotion.moves import complete_history, move
+from jobs.registry.lease import lease
+from jobs.registry.versions import CHAMPION, Registry, Version
 from store import promotions
 
 

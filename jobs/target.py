@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dflash.target_model import target_id
+from dflash.identity import target_id
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import print_table

@@ -78,3 +78,10 @@ def served_row(
         "finished_at": started + timedelta(seconds=answer.seconds),
         "replica": replica,
     }
+
+
+def pooled_by_vllm(answers: list[Completion]) -> float:
+    """VLLM's own pooled figure, drafts behind the end of text included."""
+    specs = [a.spec for a in answers if a.spec]
+    steps = sum(s["num_spec_steps"] for s in specs)
+    return 1 + sum(s["num_accepted_draft_tokens"] for s in specs) / steps

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 from dflash.checkpoint import compat_fields, compat_key, drafter_sha256, save_drafter
 from dflash.drafter_config import DrafterConfig
+from dflash.identity import target_id
 from dflash.model import Drafter
-from dflash.target_model import target_id
 from jobs import promote
 from jobs.base.config import Config
 from jobs.registry.versions import Registry, resolve

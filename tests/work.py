@@ -15,7 +15,7 @@ from dflash.training_step import generator
 from dflash.vocabulary import set_vocabulary
 from jobs import harvest, ingest
 from jobs.base.config import Config, load
-from jobs.base.target_facts import drafter_config
+from jobs.base.drafter_shape import drafter_config
 from jobs.dataset.samples import load_requests
 from tests.tiny import add_tokenizer, learn, make_target, memorise
 

@@ -18,7 +18,7 @@ from dflash.objective import default_gamma, recorded_token
 from dflash.target_model import Target, resolve_dtype
 from dflash.training_step import draw_anchors, step_batch, step_indices
 from jobs.base.config import Config
-from jobs.base.target_facts import drafter_config
+from jobs.base.drafter_shape import drafter_config
 from jobs.training.feed import LazySamples, feature_cache, training_set
 from jobs.training.runs import live_pin
 

@@ -1,16 +1,22 @@
 """Traffic joined with its features: what training and replay read."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from dflash.identity import legacy_target_id, target_id
 from dflash.loss import Sample
 from dflash.replay import Request
-from dflash.target_model import target_id
 from jobs.base.config import Config
 from jobs.base.target_facts import target_config, target_taps
-from jobs.harvest import features_folder
-from store.features import check_all_harvested, ids_digest, read_shard, read_top
+from store.features import (
+    cache_key,
+    check_all_harvested,
+    ids_digest,
+    read_shard,
+    read_top,
+)
 from store.set_aside import read_set_aside
 from store.shards import shard_paths
 from store.traffic_table import read_traffic
@@ -89,6 +95,19 @@ def load_rows(
     ]
 
 
+def rows_with_rounds(cfg: Config, taps: Sequence[int] = ()) -> list[dict]:
+    """Greedy held-out rows (evaluate.split) of more than one token, to ask a server for again.
+
+    Raises ValueError if there is none.
+    """
+    rows = load_rows(cfg, cfg.evaluate.split, taps=taps)
+    rows = [row for row in rows if len(row["output_ids"]) > 1]
+    if not rows:
+        fix = "ingest more conversations or set evaluate.split"
+        raise none_of_target(cfg, f"greedy {cfg.evaluate.split} sample", fix)
+    return rows
+
+
 def with_features(cfg: Config, rows: list[dict], taps: Sequence[int] = ()) -> list[Request]:
     """TRAFFIC rows as requests to replay.
 
@@ -113,3 +132,29 @@ def set_aside(cfg: Config, taps: Sequence[int] = ()) -> set[str]:
     """Ids of the samples that harvest set aside under these taps: nothing learns from them."""
     folder = features_folder(cfg, target_id(cfg.target_path), taps)
     return set(read_set_aside(cfg.path("set_aside"), folder.name))
+
+
+FEATURE_DTYPE = "bfloat16"
+
+
+def features_folder(cfg: Config, identity: str, taps: Sequence[int] = ()) -> Path:
+    """The cache folder of this target, these taps (default: the configured ones), this layout,
+    this harvest.top_k.
+    """
+    key = cache_key(identity, list(taps or target_taps(cfg)), FEATURE_DTYPE, cfg.harvest.top_k)
+    return cfg.path("features", key)
+
+
+def none_of_target(cfg: Config, what: str, fix: str) -> ValueError:
+    """The error of a stage that finds no `what` ("test sample", say) of this target in traffic/.
+
+    Rows that an earlier version named by this folder's former identity are said to be just that.
+    """
+    identity, folder = target_id(cfg.target_path), cfg.path("traffic")
+    former = legacy_target_id(cfg.target_path)
+    if not read_traffic(folder, identity).num_rows and read_traffic(folder, former).num_rows:
+        fix = (
+            f"its samples were made under this folder's former id {former}, which did not cover "
+            "all bytes of the weights: run `flywheel ingest` again, on the logs they came from"
+        )
+    return ValueError(f"{folder} has no {what} of target {identity}: {fix}")

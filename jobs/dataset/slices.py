@@ -133,3 +133,13 @@ def _ordered(names: Iterable[str]) -> list[str]:
         return (float(bucket[1]) if bucket else float("inf"), name)
 
     return sorted(names, key=place)
+
+
+def domains(rows: list[Row]) -> list[str]:
+    """Domains that have a round, sorted."""
+    return sorted({row["domain"] for row in rows if len(row["output_ids"]) > 1})
+
+
+def pick(rows: list[Row], accepted: list[list[int]], domain: str) -> list[list[int]]:
+    """The requests of one domain."""
+    return [a for row, a in zip(rows, accepted, strict=True) if row["domain"] == domain]

@@ -11,14 +11,10 @@ from dflash.model import Drafter
 from dflash.replay import Request
 from dflash.target_model import load_borrowed
 from jobs.base.config import Config
-from jobs.base.target_facts import (
-    compute_device,
-    compute_dtype,
-    none_of_target,
-    target_fields,
-    target_taps,
-)
-from jobs.dataset.samples import load_rows, set_aside, with_features
+from jobs.base.devices import compute_device, compute_dtype
+from jobs.base.drafter_shape import misfits
+from jobs.base.target_facts import target_taps
+from jobs.dataset.samples import load_rows, none_of_target, set_aside, with_features
 from jobs.dataset.slices import Row
 from jobs.registry.versions import resolve
 
@@ -59,12 +55,11 @@ def baseline_side(cfg: Config, folder: Path, borrowed: Borrowed) -> Side | None:
 
 def check_shape(cfg: Config, folder: Path) -> None:
     """Raise ValueError unless the drafter is for a target of this shape, whatever its taps."""
-    found = read_config(folder)
-    for name, value in target_fields(cfg).items():
-        if name != "target_layer_ids" and getattr(found, name) != value:
+    for name, (has, needed) in misfits(cfg, read_config(folder)).items():
+        if name != "target_layer_ids":
             raise ValueError(
-                f"drafter {folder}: {name} is {getattr(found, name)}, but target "
-                f"{cfg.target_path} has {value}: this drafter is for another target"
+                f"drafter {folder}: {name} is {has}, but target {cfg.target_path} has {needed}: "
+                "this drafter is for another target"
             )
 
 
@@ -107,3 +102,13 @@ def features_of(cfg: Config, side: Side, rows: list[Row]) -> list[Request]:
             f"drafter {side.folder} reads other target layers than drafter.taps names: {told}"
             + ("" if command in told else f"; its features come from {command}")
         ) from error
+
+
+def find_drafter(cfg: Config, named: str) -> Path:
+    """The drafter folder `named`, else the newest below <work>/drafters."""
+    if named:
+        return Path(named)
+    found = [p.parent for p in cfg.path("drafters").glob("[!.]*/config.json")]
+    if not found:
+        raise ValueError(f"no drafter in {cfg.path('drafters')}: run `flywheel train` first")
+    return max(found, key=lambda p: (p / "config.json").stat().st_mtime)

@@ -16,21 +16,21 @@ import torch
 from tqdm import tqdm
 
 from dflash.identity import target_id
-from dflash.replay import Request, length_groups
+from dflash.replay import Request, length_groups, replay
 from dflash.target_model import Target, load_target
-from jobs import harvest
 from jobs.base.config import Config
 from jobs.base.console import short_name
-from jobs.base.target_facts import (
-    compute_device,
-    compute_dtype,
-    end_tokens,
-    target_tokenizer,
-    unfit,
-)
+from jobs.base.devices import compute_device, compute_dtype, unfit
+from jobs.base.target_facts import end_tokens, target_tokenizer
 from jobs.dataset.samples import set_aside, with_features
 from jobs.dataset.slices import Row
+from jobs.evaluation.drafters import (
+    Borrowed,
+    Side,
+)
 from jobs.evaluation.prompt_files import Prompts, read_prompts
+from jobs.evaluation.summaries import compare
+from jobs.harvesting.missing_features import harvest_missing, show
 from store.files import commit, read_json
 from store.ids import sample_id, short_hash
 from store.schemas import TRAFFIC
@@ -66,7 +66,9 @@ def load_sets(cfg: Config) -> Sets:
     skipped = {p.name: why for p in sets if why and not answers_file(inner, p).is_file()}
     rows = {p.name: answered(inner, p) for p in sets if p.name not in skipped}
     if rows:
-        harvest.run(inner)
+        done = harvest_missing(inner)
+        show(done)
+        done.check_rate(inner.harvest.max_reject_rate)
         aside = set_aside(inner)
         rows = {
             name: [r for r in more if r["sample_id"] not in aside] for name, more in rows.items()
@@ -200,3 +202,25 @@ def generate(
 def _end(row: list[int], ends: Sequence[int]) -> int:
     """Tokens up to and with the first end of text."""
     return next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+
+
+def regression(cfg: Config, sides: Sequence[Side], borrowed: Borrowed) -> dict[str, Any]:
+    """The comparison on every set of evaluate.regression, each side with its own taps, and why
+    there is none on the others.
+    """
+    sets = {
+        taps: load_sets(cfg.override("drafter", taps=list(taps)))
+        for taps in dict.fromkeys(side.taps for side in sides)
+    }
+    found = {}
+    for name in sets[sides[0].taps].answered:
+        walked: list[dict[tuple[str, str], tuple[Row, list[int]]]] = []
+        for side in sides:
+            rows, asked = sets[side.taps].answered[name]
+            walks = replay(side.drafter, *borrowed, asked, side.k)
+            keys = [(row["conversation_id"], row["sample_id"]) for row in rows]
+            walked.append(dict(zip(keys, zip(rows, walks, strict=True), strict=True)))
+        both = [key for key in walked[0] if all(key in other for other in walked)]
+        walks = [[one[key][1] for key in both] for one in walked]
+        found[name] = compare(cfg, [walked[0][key][0] for key in both], sides, walks)
+    return {"regression": found, "regression_skipped": sets[sides[0].taps].skipped}

@@ -4,7 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash.acceptance import fit_alpha, geometric_tau, num_rounds, positions, tau, tau_macro
+from dflash.checkpoint import drafter_sha256
+from jobs.base.config import Config
 from jobs.dataset.slices import Row, Walks, slices
+from jobs.evaluation.drafters import (
+    Side,
+)
 from jobs.evaluation.intervals import Estimate, Resamples
 
 EFFECTS = (0.01, 0.02, 0.05)
@@ -88,3 +93,27 @@ def by_k(walks: dict[int, Walks]) -> dict[str, Any]:
     model = {k: geometric_tau(alpha, k) for k in measured}
     misfit = {k: measured[k] - model[k] for k in measured}
     return {"tau_by_k": measured, "alpha": {"fit": alpha, "tau": model, "misfit": misfit}}
+
+
+def compare(
+    cfg: Config, rows: list[Row], sides: Sequence[Side], walks: Sequence[Walks]
+) -> dict[str, Any]:
+    """Tau of the first side and, if there is a second, the paired gain over it as `baseline`."""
+    draws = Resamples([row["conversation_id"] for row in rows], cfg.evaluate.bootstrap)
+    found = {
+        "samples": len(rows),
+        "conversations": draws.size,
+        "rounds": num_rounds(walks[0]),
+        "tau": describe(draws, rows, walks[0], sides[0].k),
+        "baseline": None,
+    }
+    if len(sides) > 1:
+        other = sides[1]
+        found["baseline"] = {
+            "version": other.version,
+            "drafter": other.folder.name,
+            "drafter_sha256": drafter_sha256(other.folder),
+            "tau": describe(draws, rows, walks[1], other.k),
+            **gain(draws, rows, walks[0], walks[1], (sides[0].k, other.k)),
+        }
+    return found

@@ -8,7 +8,8 @@ from typing import Self
 import torch
 
 from jobs.base.config import Config
-from jobs.serve import served_dtype, server
+from jobs.base.devices import served_dtype
+from jobs.fleet.replica import server
 from serving.server import Server, vllm_runs_on_cpu
 from serving.server_memory import GIB, free_bytes, gpu_share, server_bytes
 
@@ -124,3 +125,7 @@ def serving(cfg: Config, drafter: Path | str, k: list[int]) -> Config:
     """
     args = [*cfg.serve.args, "--no-enable-prefix-caching"]
     return cfg.override("serve", port=0, drafter=str(drafter), k=k, capture="", args=args)
+
+
+MOST = 3
+"""Servers that are of use at the same time: without a drafter, at the largest K, at another."""

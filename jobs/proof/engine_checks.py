@@ -12,7 +12,7 @@ from dflash.hypotheses import AS_CONFIGURED, Hypothesis
 from dflash.model import Drafter
 from dflash.replay import Request
 from dflash.target_model import Target
-from jobs.doctor import Check
+from jobs.base.checks import Check
 from jobs.proof.round_comparison import FAR, MAX_WRONG, table
 from jobs.proof.round_comparison import compare as compare_served
 from jobs.proof.template_check import Endings

@@ -1,4 +1,4 @@
-"""The trial: the drafter on the engine that will serve it, on held-out prompts, token by token.
+"""The drafter tried on the engine that will serve it, on held-out prompts, token by token.
 
 Every check compares what a real vLLM server did with our own forward on the very same tokens; where
 they differ, dflash.diagnose tries the known faults and names the one that gives vLLM's drafts
@@ -19,10 +19,12 @@ from dflash.checkpoint import load_drafter, read_config
 from dflash.diagnose import Answer, Trace, draft_logits, own_noise, read_answer
 from dflash.hypotheses import hypotheses
 from dflash.target_model import load_target
+from jobs.base.checks import Check
 from jobs.base.config import Config
-from jobs.base.target_facts import compute_device, compute_dtype, none_of_target, target_config
-from jobs.dataset.samples import load_rows, with_features
-from jobs.doctor import Check
+from jobs.base.devices import compute_device, compute_dtype
+from jobs.base.target_facts import target_config
+from jobs.dataset.samples import rows_with_rounds, with_features
+from jobs.fleet.replica import server
 from jobs.fleet.server_pool import require
 from jobs.proof.engine_checks import (
     Ours,
@@ -35,10 +37,9 @@ from jobs.proof.engine_checks import (
     check_tau,
     check_text,
 )
-from jobs.proof.measurements import PLAIN, as_request
+from jobs.proof.greedy_requests import PLAIN, as_request
 from jobs.proof.reference_check import too_large
 from jobs.proof.template_check import ask_endings, check_template
-from jobs.serve import server
 from serving.client import Completion, Request, complete, counter
 from serving.drafts import Recorded, drafted, read_drafts
 from serving.server import vllm_runs_on_cpu
@@ -50,7 +51,7 @@ PROBE_PROMPT, PROBE_TOKENS = 512, 32
 SPECIAL_TOKENS = 32
 
 
-def trial(cfg: Config, folder: Path) -> tuple[list[Check], dict[str, Any]]:
+def try_on_engine(cfg: Config, folder: Path) -> tuple[list[Check], dict[str, Any]]:
     """Rows of the table, and the numbers behind them. Starts one vLLM server.
 
     The server comes first and is gone before our models are loaded: a GPU holds one of them.
@@ -109,13 +110,9 @@ def traces(
 
 
 def held_out(cfg: Config, folder: Path) -> list[Row]:
-    """The first `preflight.requests` greedy rows with a round. Raises ValueError without any."""
-    rows = load_rows(cfg, cfg.evaluate.split, taps=read_config(folder).target_layer_ids)
-    rows = [row for row in rows if len(row["output_ids"]) > 1]
-    if not rows:
-        fix = "ingest more conversations or set evaluate.split"
-        raise none_of_target(cfg, f"greedy {cfg.evaluate.split} sample", fix)
-    return rows[: cfg.preflight.requests]  # in order of a hash: as good as drawn
+    """The first `preflight.requests` held-out rows: in the order of a hash, so chosen by chance."""
+    rows = rows_with_rounds(cfg, read_config(folder).target_layer_ids)
+    return rows[: cfg.preflight.requests]
 
 
 def prepare(cfg: Config, folder: Path, rows: list[Row]) -> Ours:

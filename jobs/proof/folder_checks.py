@@ -20,10 +20,11 @@ from dflash.checkpoint import LM_HEAD, WEIGHTS, drafter_sha256, load_drafter, re
 from dflash.drafter_config import PLAIN_KEYS, DrafterConfig
 from dflash.identity import legacy_target_id, target_id
 from dflash.target_model import EMBEDDING, load_borrowed, open_tensors
+from jobs.base.checks import Check
 from jobs.base.config import Config
-from jobs.base.target_facts import end_tokens, taken_tokens, target_taps, target_tokenizer
-from jobs.doctor import Check
-from jobs.verify import dtype_name
+from jobs.base.devices import dtype_name
+from jobs.base.drafter_shape import taken_tokens
+from jobs.base.target_facts import end_tokens, target_taps, target_tokenizer
 from serving.start_checks import check_drafter
 from store.files import read_json
 from store.traffic_table import read_traffic
@@ -43,7 +44,7 @@ class Subject:
     shape: DrafterConfig
 
 
-def contract(cfg: Config, folder: Path) -> list[Check]:
+def check_folder(cfg: Config, folder: Path) -> list[Check]:
     """A row per clause. A config.json that we cannot read is the only row: the rest needs it."""
     try:
         shape = read_config(folder)

@@ -8,11 +8,13 @@ import torch
 
 from dflash.checkpoint import drafter_sha256, load_drafter
 from dflash.decode import decode
+from dflash.identity import target_id
 from dflash.replay import Request, replay
-from dflash.target_model import load_target, target_id
+from dflash.target_model import load_target
 from jobs.base.config import Config
-from jobs.base.target_facts import compute_device, end_tokens, unfit
-from jobs.evaluate import acceptance_row, commit_rows
+from jobs.base.devices import compute_device, unfit
+from jobs.base.target_facts import end_tokens
+from jobs.dataset.acceptance_rows import acceptance_row, commit_rows
 from jobs.proof.round_comparison import differing
 from store.ids import drafter_version
 

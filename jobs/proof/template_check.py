@@ -8,9 +8,9 @@ modes differ in just that: a drafter trained behind "<think></think>" is not ser
 from collections import Counter
 from dataclasses import dataclass
 
-from dflash.target_model import target_id
+from dflash.identity import target_id
+from jobs.base.checks import Check
 from jobs.base.config import Config
-from jobs.doctor import Check
 from serving.client import Request, complete
 from store.traffic_table import read_traffic
 

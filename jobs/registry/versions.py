@@ -8,13 +8,9 @@ version and its folder from `resolve`.
 
 import contextlib
 import fcntl
-import getpass
 import json
 import os
 import shutil
-import socket
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +45,8 @@ SHA256, COMPAT, FIELDS = "drafter.sha256", "vllm.compat", "vllm.compat.fields"
 OLD_SHA256 = "weights.sha256"
 """What versions carry that were registered before the identity covered every file: the hash of
 model.safetensors alone."""
-LEASE_SECONDS = 60.0
+
+
 MAX_TAG = 5000
 """Characters of a tag of a version."""
 
@@ -299,41 +296,3 @@ def resolve(cfg: Config, name: str) -> tuple[str, Path] | None:
             raise ValueError(f"{cfg.mlflow.model} has no version {name}")
         return None
     return version.number, registry.open(version)
-
-
-def who() -> str:
-    """user@host, as it stands in leases and promotion records."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"
-
-
-@contextlib.contextmanager
-def lease(cfg: Config, seconds: float = LEASE_SECONDS) -> Iterator[None]:
-    """Be the only one who moves aliases of this work folder; waits up to `seconds`.
-
-    A kernel lock on a file, so it ends with its process, however that ends. Raises ValueError
-    naming the holder when the time is up.
-    """
-    path = cfg.path("promotions", ".lease")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+") as stream:
-        deadline = time.monotonic() + seconds
-        while not _try_lock(stream):
-            if time.monotonic() > deadline:
-                stream.seek(0)
-                raise ValueError(
-                    f"another promotion is running ({stream.read().strip()}, lock {path}): "
-                    "wait for it to end, then try again"
-                )
-            time.sleep(0.2)
-        stream.truncate(0)
-        stream.write(who())
-        stream.flush()
-        yield
-
-
-def _try_lock(stream: Any) -> bool:
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

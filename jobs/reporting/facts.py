@@ -12,8 +12,8 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from jobs import sql
 from jobs.base.config import Config
+from jobs.dataset import queries
 from jobs.evaluation.intervals import Resamples
 from store.files import read_json
 from store.ids import drafter_version
@@ -79,7 +79,7 @@ class Facts:
             for k in {self.k, self.largest[version]}
         }
         self.set_aside = _set_aside(cfg, self.evaluation["target_id"])
-        champion = sql.ask(cfg, "select drafter_version from champion").to_pylist()
+        champion = queries.ask(cfg, "select drafter_version from champion").to_pylist()
         self.champion = champion[0]["drafter_version"] if champion else None
 
     def measured(self, origin: str, k: int, version: str = "") -> Measured | None:
@@ -121,8 +121,8 @@ class Facts:
         return {r["k"]: r["tau_tokens_per_round"] for r in pick(self.taus, **where) if r["rounds"]}
 
     def _ask(self, cfg: Config, question: str) -> list[Row]:
-        path = sql.find_question(question)
-        rows = sql.ask(cfg, path.read_text(), question).to_pylist()
+        path = queries.find_question(question)
+        rows = queries.ask(cfg, path.read_text(), question).to_pylist()
         target = self.evaluation["target_id"]
         return [r for r in rows if r["drafter_version"] in self.names and r["target_id"] == target]
 
@@ -160,7 +160,7 @@ def _set_aside(cfg: Config, target: str) -> dict[str, int]:
         select target_id, reason, count(distinct sample_id) as samples
         from set_aside group by all order by reason
     """
-    rows = pick(sql.ask(cfg, query).to_pylist(), target_id=target)
+    rows = pick(queries.ask(cfg, query).to_pylist(), target_id=target)
     return {row["reason"]: row["samples"] for row in rows}
 
 

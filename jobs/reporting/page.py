@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from jobs.base.config import Config
 from jobs.base.console import short_name, visible
-from jobs.doctor import DISTRIBUTION, SHOWN, installed
+from jobs.base.packages import DISTRIBUTION, SHOWN, installed
 from jobs.reporting import coverage, methods_table, tables
 from jobs.reporting.facts import Facts, evaluated
 from jobs.reporting.figures import draw

@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 import torch
 
 from dflash.domain_mix import block_tokens, replay_mix
+from dflash.identity import target_id
 from dflash.loss import Sample, first_tokens, valid_anchors
 from dflash.replay import Request
-from dflash.target_model import target_id
 from jobs.base.config import Config
 from jobs.base.target_facts import target_config, target_taps
-from jobs.dataset.samples import captured, make_request, make_sample
-from jobs.harvest import features_folder
+from jobs.dataset.samples import captured, features_folder, make_request, make_sample
 from jobs.training.runs import Pin, PinnedRow, pinned_rows
 from store.features import FeatureCache, ids_digest
 from store.shards import shard_paths

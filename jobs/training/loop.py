@@ -47,7 +47,8 @@ from dflash.training_step import (
 )
 from dflash.vocabulary import frequent_tokens, set_vocabulary
 from jobs.base.config import Config
-from jobs.base.target_facts import export_dtype, target_config
+from jobs.base.drafter_shape import export_dtype
+from jobs.base.target_facts import target_config
 from jobs.tracking.mlflow_runs import Tracker
 from jobs.training.feed import (
     GIB,

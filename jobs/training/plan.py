@@ -17,7 +17,9 @@ from dflash.target_model import resolve_dtype, ties_embeddings
 from dflash.training_memory import activation_bytes, head_bytes, model_bytes
 from jobs.base.config import Config
 from jobs.base.console import print_table, short_name, some_names
-from jobs.base.target_facts import compute_device, drafter_config, export_dtype, target_fields
+from jobs.base.devices import compute_device
+from jobs.base.drafter_shape import drafter_config, export_dtype, misfits
+from jobs.base.target_facts import target_config
 from jobs.dataset.samples import captured_top_k
 from jobs.dataset.slices import largest_rows
 from jobs.training.feed import GIB, TrainingSet, training_set, val_rows
@@ -41,15 +43,12 @@ def run_shape(cfg: Config) -> DrafterConfig:
     """
     if not cfg.train.base:
         return drafter_config(cfg)
-    ours = target_fields(cfg)
-    base = read_config(cfg.train.base, ours["num_target_layers"])
-    for field, value in ours.items():
-        if getattr(base, field) != value:
-            raise ValueError(
-                f"train.base {cfg.train.base} has {field} {getattr(base, field)}, but this target "
-                f"and drafter.taps give {value}: it was made for other features"
-                + _other_taps(field, base)
-            )
+    base = read_config(cfg.train.base, target_config(cfg)["num_hidden_layers"])
+    for field, (has, needed) in misfits(cfg, base).items():
+        raise ValueError(
+            f"train.base {cfg.train.base} has {field} {has}, but this target and drafter.taps give "
+            f"{needed}: it was made for other features" + _other_taps(field, base)
+        )
     return base
 
 

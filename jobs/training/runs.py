@@ -7,7 +7,9 @@ from traffic/ must be gone, and a run that needs it cannot go on.
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,14 @@ import pyarrow.compute as pc
 
 from dflash.checkpoint import drafter_sha256
 from dflash.drafter_config import DrafterConfig
-from dflash.target_model import target_id
+from dflash.identity import target_id
 from jobs.base.config import Config
 from jobs.base.settings import split_identity
-from jobs.base.target_facts import none_of_target
-from jobs.dataset.samples import captured_top_k, set_aside
-from jobs.harvest import features_folder
+from jobs.dataset.samples import captured_top_k, features_folder, none_of_target, set_aside
+from jobs.registry.lease import who
 from jobs.training.states import is_unfinished, newest_state, states_folder
 from store.features import check_all_harvested
-from store.files import commit, read_json
+from store.files import commit, exclusive, read_json
 from store.ids import short_hash
 from store.schemas import features_columns
 from store.shards import read_dataset, shard_paths
@@ -204,3 +205,16 @@ def pinned_rows(
             assert row["sample_id"] == name, "pins and traffic are in sample_id order"
             mask = [{"start": start, "end": end} for start, end in spans]
             yield row | {"domain": domain, "temperature": temperature, "loss_mask": mask}
+
+
+@contextmanager
+def only_one(cfg: Config, name: str) -> Iterator[None]:
+    """Be the only command that trains this run: two would write one state and one curve."""
+    path = cfg.path("runs", f".{name}.lock")
+    with exclusive(path, f"{who()}, process {os.getpid()}") as other:
+        if other:
+            raise ValueError(
+                f"run {name} is being trained by {other} (lock {path}): wait for it to end, or "
+                "stop it"
+            )
+        yield

@@ -13,11 +13,11 @@ from dflash.model import new_drafter
 from dflash.replay import Request, replay
 from dflash.target_model import load_target
 from jobs import evaluate, harvest
-from jobs.base import target_facts
+from jobs.base import devices
 from jobs.base.config import Config, load
-from jobs.base.target_facts import drafter_config
+from jobs.base.drafter_shape import drafter_config
 from jobs.dataset.samples import load_requests
-from jobs.evaluation import drafters, regression_sets
+from jobs.evaluation import drafters, regression_sets, replays
 from jobs.evaluation.prompt_files import read_prompts
 from jobs.promotion.gate import refusals
 from store.schemas import ACCEPTANCE
@@ -78,7 +78,7 @@ def test_a_regression_set_is_answered_once_and_walked(work, tmp_path, monkeypatc
     )
     chats = write(tmp_path / "chats.jsonl", {"turns": ["w5 w6", "w7"], "category": "c"})
     settings = [
-        f"evaluate.regression=[{gsm},{chats}]",
+        f"regression_sets.regression=[{gsm},{chats}]",
         "evaluate.regression_tokens=12",
         f"evaluate.baseline={work / 'blank'}",
     ]
@@ -101,7 +101,7 @@ def test_a_regression_set_is_answered_once_and_walked(work, tmp_path, monkeypatc
     assert second["prompt_ids"][:3] == first["prompt_ids"] == [5, 6, 9]
     assert second["prompt_ids"][-2:] == [7, 9], "the second question follows the first answer"
     monkeypatch.setattr(regression_sets, "load_target", None)  # answers come from the cache
-    monkeypatch.setattr(target_facts, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(devices, "free_bytes", lambda: 1000)
     assert regression_sets.load_sets(cfg).answered.keys() == {"gsm", "chats"}
 
 
@@ -134,9 +134,9 @@ def test_a_set_that_a_target_too_large_would_have_to_answer_is_skipped_by_name(
 ):
     """Nothing is loaded, the evaluation says why, and the gate does not pass over it."""
     gsm = write(tmp_path / "large.jsonl", {"question": "w31 w9", "answer": ""})
-    monkeypatch.setattr(target_facts, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(devices, "free_bytes", lambda: 1000)
     monkeypatch.setattr(regression_sets, "load_target", None)
-    cfg = configure(work, f"evaluate.regression=[{gsm}]")
+    cfg = configure(work, f"regression_sets.regression=[{gsm}]")
     found = evaluate.run(cfg)
     assert found["regression"] == {}
     why = found["regression_skipped"]["large"]
@@ -149,7 +149,7 @@ def test_a_loss_on_a_regression_set_is_refused(work, tmp_path):
     gsm = write(tmp_path / "g.jsonl", {"question": "w5 w9", "answer": "1"})
     cfg = configure(
         work,
-        f"evaluate.regression=[{gsm}]",
+        f"regression_sets.regression=[{gsm}]",
         f"evaluate.drafter={work / 'blank'}",
         f"evaluate.baseline={work / 'drafters' / 'known'}",
         "evaluate.regression_tokens=12",
@@ -167,7 +167,7 @@ def test_two_sets_of_one_name_are_refused(work, tmp_path):
     first = write(tmp_path / "g.jsonl", {"question": "w5", "answer": "1"})
     second = write(tmp_path / "x" / "g.jsonl", {"question": "w6", "answer": "1"})
     with pytest.raises(ValueError, match="different names, got g, g"):
-        regression_sets.load_sets(configure(work, f"evaluate.regression=[{first},{second}]"))
+        regression_sets.load_sets(configure(work, f"regression_sets.regression=[{first},{second}]"))
 
 
 def test_a_drafter_with_other_taps_is_compared_on_the_same_samples(work, tmp_path):
@@ -210,7 +210,7 @@ def test_a_leaking_set_is_counted_and_said(work, monkeypatch, capsys):
     cfg = configure(work)
     assert evaluate.run(cfg)["leaking"] == {"leaking": 0, "samples": 16}
     monkeypatch.setattr(
-        evaluate, "leaking", lambda train, asked: {*asked["sample_id"].to_pylist()[:2], "other"}
+        replays, "leaking", lambda train, asked: {*asked["sample_id"].to_pylist()[:2], "other"}
     )
     assert evaluate.run(cfg)["leaking"] == {"leaking": 2, "samples": 16}
     assert "2 of 16 samples share their text with training" in capsys.readouterr().err
@@ -228,7 +228,7 @@ def test_every_side_is_replayed_in_the_dtype_of_the_config(work, dtype):
     # The tiny target's answers are memorised with room: 0.1 tau is five rounds in 200.
     assert found["tau"]["pooled"] == pytest.approx(known_tau(work), abs=0.1)
     rows, requests = load_requests(cfg, "test")
-    walks = evaluate.untrained_walks(cfg, requests, 4)
+    walks = replays.untrained_walks(cfg, requests, 4)
     assert tau(walks) < 1.3
     assert len(walks) == len(rows)
 

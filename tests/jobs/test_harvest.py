@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from dflash.decode import decode
+from dflash.identity import target_id
 from dflash.sampling import Sampling
-from dflash.target_model import Features, load_target, target_id
+from dflash.target_model import Features, load_target
 from jobs import harvest, ingest
 from jobs.base.target_facts import target_taps
 from jobs.dataset import samples
+from jobs.dataset.queries import ask
+from jobs.harvesting import actors, harvester
 from jobs.harvesting.screening import exceeds, screen
-from jobs.sql import ask
 from store import files
 from store.features import features_row, open_shard
 from store.shards import read_manifests, shard_info, shard_paths, write_shard
@@ -47,11 +49,11 @@ def models(tmp_path_factory):
 @pytest.fixture
 def in_process(monkeypatch):
     """No Ray: an actor takes seconds to start. `harvested` (tests/conftest.py) was made by some."""
-    monkeypatch.setattr(harvest, "by_actors", here)
+    monkeypatch.setattr(actors, "by_actors", here)
 
 
 def here(cfg, folder, chunks):
-    worker = harvest.Harvester(cfg, 1)
+    worker = harvester.Harvester(cfg, 1)
     for chunk in chunks:
         yield worker.shard(folder, chunk.to_pylist())
 
@@ -191,11 +193,11 @@ def test_a_killed_harvest_keeps_its_shards_when_traffic_arrives_in_between(
         yield from here(cfg, folder, chunks[:2])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(harvest, "by_actors", killed)
+    monkeypatch.setattr(actors, "by_actors", killed)
     with pytest.raises(KeyboardInterrupt):
         harvest.run(cfg)
-    monkeypatch.setattr(harvest, "by_actors", here)
-    folder = harvest.features_folder(cfg, target_id(cfg.target_path))
+    monkeypatch.setattr(actors, "by_actors", here)
+    folder = samples.features_folder(cfg, target_id(cfg.target_path))
     assert not shard_paths(folder), "nothing is published"
     finished = sum(shard_info(path).rows for path in folder.glob("[!.]*.parquet"))
     assert finished == 16
@@ -210,7 +212,7 @@ def test_a_killed_harvest_keeps_its_shards_when_traffic_arrives_in_between(
 def features(harvested, tmp_path, in_process):
     """(configuration, features folder) of a work folder of one's own."""
     cfg = configure(shutil.copytree(harvested, tmp_path / "work"))
-    return cfg, harvest.features_folder(cfg, target_id(cfg.target_path))
+    return cfg, samples.features_folder(cfg, target_id(cfg.target_path))
 
 
 def rewrite(folder, change):
@@ -307,17 +309,17 @@ def test_actors_ask_for_what_ray_has(tmp_path, monkeypatch):
     """In a container with a CPU limit each asked for more than there was: "0/16", for ever."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     cfg = configure(tmp_path, "harvest.workers=2")
-    assert harvest.actor_share(cfg, nodes(5)) == {"num_cpus": 2, "num_gpus": 0}
-    assert harvest.actor_share(cfg, nodes(4, 4)) == {"num_cpus": 4, "num_gpus": 0}
-    assert harvest.actor_share(cfg, nodes(2, gpus=2)) == {"num_cpus": 1, "num_gpus": 1}
+    assert actors.actor_share(cfg, nodes(5)) == {"num_cpus": 2, "num_gpus": 0}
+    assert actors.actor_share(cfg, nodes(4, 4)) == {"num_cpus": 4, "num_gpus": 0}
+    assert actors.actor_share(cfg, nodes(2, gpus=2)) == {"num_cpus": 1, "num_gpus": 1}
     one = configure(tmp_path)
-    assert harvest.actor_share(one, nodes(1))["num_cpus"] == 1
-    assert harvest.actor_share(one, nodes(3, 5))["num_cpus"] == 5, "an actor lives on one node"
+    assert actors.actor_share(one, nodes(1))["num_cpus"] == 1
+    assert actors.actor_share(one, nodes(3, 5))["num_cpus"] == 5, "an actor lives on one node"
     with pytest.raises(ValueError, match=r"harvest\.workers=2, but Ray has 1 CPUs"):
-        harvest.actor_share(cfg, nodes(1))
+        actors.actor_share(cfg, nodes(1))
     with pytest.raises(ValueError, match=r"harvest\.workers=2, but Ray has 1 GPUs"):
-        harvest.actor_share(cfg, nodes(4, gpus=1))
-    assert harvest.actor_share(configure(tmp_path, "target.device=cpu"), nodes(4, gpus=1)) == {
+        actors.actor_share(cfg, nodes(4, gpus=1))
+    assert actors.actor_share(configure(tmp_path, "target.device=cpu"), nodes(4, gpus=1)) == {
         "num_cpus": 4,
         "num_gpus": 0,
     }
@@ -346,7 +348,7 @@ def test_exactly_the_planted_answers_of_2000_are_set_aside(mine, tmp_path, plant
     )
     assert {r["sample_id"] for r in rows} == {*expected["sample_id"].to_pylist()}
     assert all(r["found_at"] >= started for r in rows)
-    folder = harvest.features_folder(cfg, target_id(cfg.target_path))
+    folder = samples.features_folder(cfg, target_id(cfg.target_path))
     assert sum(shard_info(path).rows for path in shard_paths(folder)) == 2000 - planted
     taps = list(target_taps(cfg))
     assert open_shard(shard_paths(folder)[0], target_id(cfg.target_path), taps, 32)

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from jobs import doctor, methods, preflight, verify
+from jobs import doctor, methods
 from jobs.base import cli
+from jobs.base.checks import Check, print_checks
 from jobs.base.config import Promote
 from jobs.base.console import NAME, console, print_table, short_name, some_names, visible
 from jobs.dataset.slices import SHOWN, largest, largest_rows, slices
-from jobs.doctor import Check
+from jobs.machine import resources
 from jobs.promotion import gate
+from jobs.proof import verify_table
 from jobs.reporting import plotting
 from tests.jobs.dataset.test_slices import row
 from tests.work import RIVAL_SETTINGS
@@ -71,7 +73,7 @@ def told(tmp_path_factory, rivals):
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "CHECKS", [doctor.room, doctor.port])
+        patch.setattr(doctor, "CHECKS", [resources.room, resources.port])
         for stage, more in STAGES.items():
             out, err = io.StringIO(), io.StringIO()
             settings = [f"work={work}", *RIVAL_SETTINGS, *TRAINING, "promote.min_tau=1", *more]
@@ -152,13 +154,13 @@ def test_ten_thousand_labels_are_all_counted_and_few_are_shown(capsys):
 
 def test_tables_of_stages_with_servers_take_any_text(capsys):
     checks = [Check(label or "x", label, "fail", label) for label in NAMED]
-    preflight.show(Path("[/b]"), checks, {})
+    print_checks("Preflight of [/b]", checks)
     taus = {"pooled": 2.0, "domains": dict.fromkeys(NAMED, 2.0), "positions": [0.5]}
     speed = {"concurrency": 1, "plain": [1.0, 2.0], "drafted": [2.0], "ratio": 2.0, "ratios": [2.0]}
     read = {"lost": 0, "tokens": 1, "largest_gap": 0.0}
     greedy = {"requests": 1, "identical": 1, "near_ties": 0, "different": 0}
     names = ("requests", "identical_rounds", "near_ties", "differing_rounds")
-    verify.show(
+    verify_table.show(
         {
             "tau_replay": taus,
             "tau_served": taus,

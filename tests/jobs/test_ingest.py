@@ -16,6 +16,8 @@ import store.shards
 from dflash.identity import legacy_target_id
 from jobs import ingest
 from jobs.base.config import Config, load
+from jobs.ingestion import log_tasks
+from jobs.ingestion.rules import make_rules
 from store.digests import digest_log
 from store.ingest_log import ingest_log, publish
 from store.log_files import find_logs
@@ -220,7 +222,7 @@ def test_several_shards_per_log(configure, monkeypatch, tmp_path):
     cfg = configure()
     log = write_log(cfg, "a.jsonl", [line(i) for i in range(100)])
     monkeypatch.setattr(store.ingest_log, "SHARD_TOKENS", 100)
-    rules = ingest.make_rules(cfg)
+    rules = make_rules(cfg)
     size, sha256, prefixes = digest_log(log, set())
     arguments = (log, size, sha256, rules, cfg.path("traffic"), cfg.path("rejects"))
     result = ingest_log(*arguments)
@@ -330,7 +332,7 @@ def test_bytes_of_rejects_are_bounded_for_each_log(configure, monkeypatch):
     cfg = configure()
     log = write_log(cfg, "a.jsonl", ["x" * 99 + "\n"] * 50)
     size, sha256, _ = digest_log(log, set())
-    rules = ingest.make_rules(cfg)
+    rules = make_rules(cfg)
     ingest_log(log, size, sha256, rules, cfg.path("traffic"), cfg.path("rejects"))
     rejects = store.shards.read_dataset(cfg.path("rejects"), REJECTS).to_pylist()
     assert [len(r["raw"]) for r in rejects] == [100] * 10 + [0] * 40
@@ -363,8 +365,8 @@ def test_an_unchanged_log_is_not_read_again(configure, monkeypatch):
     monkeypatch.setattr(store.digests, "SETTLED", 0)
     ingest.run(cfg)
     read = []
-    run = ingest._each
-    monkeypatch.setattr(ingest, "_each", lambda f, jobs: read.append((f, jobs)) or run(f, jobs))
+    run = log_tasks.each
+    monkeypatch.setattr(log_tasks, "each", lambda f, jobs: read.append((f, jobs)) or run(f, jobs))
     monkeypatch.setattr(store.shards, "file_sha256", None)
     assert (ingest.run(cfg)["reused"], read[0]) == (3, (digest_log, []))
     write_log(cfg, "0.jsonl", [line(60)], "a")
@@ -395,7 +397,7 @@ def test_labels_of_any_text_do_not_stop_ingest(configure, capsys):
 LOOP = """
 import sys
 from pathlib import Path
-from store import ingest
+from store import ingest_log as ingest
 from store.digests import digest_log
 from store.log_formats import Rules
 ingest.SHARD_TOKENS = 500

@@ -12,10 +12,10 @@ from dflash.hypotheses import hypotheses
 from dflash.model import new_drafter
 from jobs import preflight
 from jobs.base import cli
+from jobs.base.checks import Check
 from jobs.base.config import Config, load
-from jobs.doctor import Check
 from jobs.fleet import server_pool
-from jobs.proof import engine_checks, engine_trial
+from jobs.proof import engine_checks, engine_trial, kept_results
 from jobs.proof.template_check import Endings, check_template
 from tests.work import CHAT_SETTINGS, make_chats
 
@@ -99,11 +99,13 @@ def test_a_sound_drafter_passes_every_check(first):
 
 def test_a_pass_is_kept_and_reused(first, work, monkeypatch):
     summary, _ = first
-    assert preflight.passed(configure(work), work / "drafters" / "good")
+    assert kept_results.preflight_passed(configure(work), work / "drafters" / "good")
     monkeypatch.setattr(engine_trial, "serve", lambda *args: pytest.fail("served again"))
     again = preflight.run(configure(work, f"preflight.drafter={work / 'drafters' / 'good'}"))
     assert again == summary | {"reused": True}
-    assert not preflight.passed(configure(work, "serve.k=[2]"), work / "drafters" / "good")
+    assert not kept_results.preflight_passed(
+        configure(work, "serve.k=[2]"), work / "drafters" / "good"
+    )
 
 
 def test_a_broken_folder_is_refused_before_a_server_starts(work, capsys, monkeypatch):

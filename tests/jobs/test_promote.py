@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from dflash.checkpoint import drafter_sha256, load_drafter, save_drafter
-from jobs import preflight, promote, rollback
+from jobs import promote, rollback
 from jobs.base import cli
 from jobs.base.config import load
+from jobs.proof import kept_results
 from jobs.registry import versions
-from jobs.registry.versions import Registry, lease
+from jobs.registry.lease import lease
+from jobs.registry.versions import Registry
 from store import promotions
 from tests.promotion import (
     SHAPE,
@@ -265,7 +267,7 @@ def test_interrupted_before_the_record_is_completed_by_the_next_run(cfg, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(promote.promotions, "append", killed)
+        patch.setattr(promotions, "append", killed)
         with pytest.raises(KeyboardInterrupt):
             promote.run(cfg)
     assert aliases(cfg) == {"champion": "1", "challenger": "1"}
@@ -328,7 +330,7 @@ def test_a_drafter_without_a_passed_preflight_is_refused_if_that_is_asked_for(cf
     folder, summary = promoted(cfg, "one", 1)
     assert summary["decision"] == "refused"
     assert f"`flywheel preflight {folder}`" in summary["reasons"][0]
-    path = preflight.result_path(cfg, folder)
+    path = kept_results.preflight_path(cfg, folder)
     path.parent.mkdir()
     path.write_text(json.dumps({"ok": False}))
     assert promote.run(cfg)["decision"] == "refused"

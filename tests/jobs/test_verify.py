@@ -11,6 +11,7 @@ from jobs import evaluate, verify
 from jobs.base import cli
 from jobs.base.config import load
 from jobs.fleet import server_pool
+from jobs.proof import verdict
 from serving.greedy import Difference
 from tests.work import CHAT_SETTINGS, make_chats
 
@@ -112,8 +113,8 @@ def test_an_engine_that_computes_another_drafter_fails(first, work, monkeypatch,
         drafter = real(*args)
         return drafter_of(replace(drafter.cfg, rms_norm_eps=1.0), drafter.state_dict())
 
-    real = verify.load_drafter
-    monkeypatch.setattr(verify, "load_drafter", changed)
+    real = verdict.load_drafter
+    monkeypatch.setattr(verdict, "load_drafter", changed)
     assert again(monkeypatch, work, first[1]) == 1
     printed = capsys.readouterr()
     summary = json.loads(printed.out.splitlines()[-1])

@@ -7,7 +7,9 @@ import pytest
 
 from dflash.identity import legacy_target_id, target_id
 from jobs.base.config import load
-from jobs.base.target_facts import end_tokens, mask_token, none_of_target
+from jobs.base.drafter_shape import mask_token
+from jobs.base.target_facts import end_tokens
+from jobs.dataset.samples import none_of_target
 from store.schemas import TRAFFIC
 from store.shards import write_manifest, write_shard
 from tests.tiny import add_tokenizer, make_target

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from jobs import doctor
 from jobs.base.config import load
 from jobs.fleet import server_pool
 from jobs.fleet.server_pool import Room, Servers, at_once, require, room
+from jobs.machine import resources
 from serving.server_memory import GIB, server_bytes
 from tests.tiny import make_target
 
@@ -120,12 +120,12 @@ def test_doctor_says_what_verify_will_do(cfg, monkeypatch, count, status, words)
     monkeypatch.setattr(
         server_pool, "room", lambda *args: Room(servers=count, words="each takes 3")
     )
-    [check] = doctor.memory(cfg)
+    [check] = resources.memory(cfg)
     assert (check.name, check.status) == ("memory", status)
     assert words in check.found
     assert at_once(Room(servers=count, words=""), 3) in check.found
 
 
 def test_doctor_without_a_target_looks_at_free_memory_alone(tmp_path):
-    [check] = doctor.memory(load(None, [f"work={tmp_path}"]))
+    [check] = resources.memory(load(None, [f"work={tmp_path}"]))
     assert "GiB free" in check.found

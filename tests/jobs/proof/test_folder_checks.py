@@ -17,8 +17,8 @@ from dflash.model import new_drafter
 from dflash.target_model import load_borrowed
 from dflash.vocabulary import set_vocabulary
 from jobs.base.config import load
-from jobs.base.target_facts import drafter_config
-from jobs.proof.folder_checks import contract
+from jobs.base.drafter_shape import drafter_config
+from jobs.proof.folder_checks import check_folder
 from store.ids import sample_id
 from store.schemas import TRAFFIC
 from store.shards import write_manifest, write_shard
@@ -67,7 +67,7 @@ def work(healthy, tmp_path):
 def look(work, *settings):
     """The rows by status, each as 'name: found'."""
     cfg = load(None, [f"work={work}", *SETTINGS, "serve.max_model_len=200", *settings])
-    checks = contract(cfg, work / "drafters" / "d")
+    checks = check_folder(cfg, work / "drafters" / "d")
     assert all(check.fix for check in checks if check.status in ("fail", "warn"))
     rows = {status: [] for status in ("ok", "warn", "fail")}
     for check in checks:
@@ -152,7 +152,7 @@ def test_what_was_made_under_the_former_identity_is_told_from_another_target(wor
     former = legacy_target_id(cfg.target_path)
     write_traffic(cfg, [[5, 6, 7]], former)
     write_evaluation(cfg, work / "drafters" / "d", former)
-    fixes = [c.fix for c in contract(cfg, work / "drafters" / "d") if c.status == "fail"]
+    fixes = [c.fix for c in check_folder(cfg, work / "drafters" / "d") if c.status == "fail"]
     assert len(fixes) == 2
     assert all("former id: ingest, harvest and evaluate again" in str(fix) for fix in fixes)
 

@@ -8,11 +8,12 @@ import torch
 
 from dflash.acceptance import num_rounds, positions, tau
 from dflash.checkpoint import drafter_sha256, load_drafter
+from dflash.identity import target_id
 from dflash.replay import replay
-from dflash.target_model import load_borrowed, target_id
-from jobs import evaluate, sql
-from jobs.base import target_facts
+from dflash.target_model import load_borrowed
+from jobs.base import devices
 from jobs.base.config import load
+from jobs.dataset import acceptance_rows, queries
 from jobs.dataset.samples import load_requests
 from jobs.proof import reference_check
 from jobs.proof.reference_check import check_reference
@@ -40,7 +41,7 @@ def cfg(tmp_path_factory, rivals):
     drafter = load_drafter(folder)
     walks = replay(drafter, *load_borrowed(cfg.target_path, torch.float32), requests, K)
     identity, version = target_id(cfg.target_path), drafter_version(drafter_sha256(folder))
-    evaluate.commit_walks(cfg, identity, folder, drafter, rows, {K: walks})
+    acceptance_rows.commit_walks(cfg, identity, folder, drafter, rows, {K: walks})
     checked = check_reference(cfg, folder, rows)
     assert checked["identical"] == checked["requests"] == len(rows) >= 6
     served = [
@@ -57,12 +58,12 @@ def cfg(tmp_path_factory, rivals):
         )
         for row, walk in zip(rows, walks, strict=True)
     ]
-    evaluate.commit_rows(cfg, served, {"origin": "served"})
+    acceptance_rows.commit_rows(cfg, served, {"origin": "served"})
     return cfg
 
 
 def test_a_target_too_large_for_float32_is_skipped_by_name(cfg, monkeypatch):
-    monkeypatch.setattr(target_facts, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(devices, "free_bytes", lambda: 1000)
     monkeypatch.setattr(reference_check, "load_target", lambda *args: pytest.fail("loaded"))
     rows = load_requests(cfg, "test")[0]
     found = check_reference(cfg, cfg.path("drafters", "known"), rows)
@@ -104,7 +105,7 @@ def test_every_question_gives_the_same_for_each_origin(cfg):
     rows = read_dataset(cfg.path("acceptance"), ACCEPTANCE).to_pylist()
     assert {r["origin"] for r in rows} == {"replay", "decode", "served"}
     for question in ("tau_by_domain_and_version", "acceptance_by_position", "where_rounds_end"):
-        found = sql.ask(cfg, sql.find_question(question).read_text(), question).to_pylist()
+        found = queries.ask(cfg, queries.find_question(question).read_text(), question).to_pylist()
         by_origin = {
             origin: [r | {"origin": ""} for r in found if r["origin"] == origin]
             for origin in ("replay", "decode", "served")
@@ -115,8 +116,8 @@ def test_every_question_gives_the_same_for_each_origin(cfg):
 def test_rounds_end_where_the_definition_says(cfg):
     rows = read_dataset(cfg.path("acceptance"), ACCEPTANCE).to_pylist()
     walks = [r["accepted"] for r in rows if r["origin"] == "decode"]
-    query = sql.find_question("where_rounds_end").read_text()
-    found = [r for r in sql.ask(cfg, query).to_pylist() if r["origin"] == "decode"]
+    query = queries.find_question("where_rounds_end").read_text()
+    found = [r for r in queries.ask(cfg, query).to_pylist() if r["origin"] == "decode"]
     assert sum(r["rounds"] for r in found) == num_rounds(walks)
     assert sum(r["share_of_rounds"] for r in found) == pytest.approx(1)
     ends = {(r["ending"], r["draft"]): r["rounds"] for r in found}
@@ -134,7 +135,7 @@ def test_rows_replace_older_ones_also_on_the_way_back(tmp_path, cfg):
     other, inputs = load(None, [f"work={tmp_path}"]), {"origin": "replay"}
     changed = [row | {"accepted": [0] * len(row["accepted"])} for row in rows]
     for found in (rows, changed, rows[:2], rows, rows):
-        evaluate.commit_rows(other, found, inputs)
+        acceptance_rows.commit_rows(other, found, inputs)
         live = read_dataset(other.path("acceptance"), ACCEPTANCE).to_pylist()
         key = operator.itemgetter("request_id", "k", "origin")
         assert sorted(live, key=key) == sorted(found, key=key)

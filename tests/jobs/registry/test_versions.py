@@ -16,9 +16,12 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dflash.checkpoint import WEIGHTS, drafter_sha256, file_sha256
-from jobs import evaluate, promote, rollback, serve
+from jobs import promote, rollback
 from jobs.base import cli
 from jobs.base.config import load
+from jobs.evaluation import drafters
+from jobs.fleet import replica
+from jobs.promotion.candidate import read_candidate
 from jobs.registry import versions
 from jobs.registry.versions import FIELDS, OLD_SHA256, SHA256, Registry
 from jobs.tracking import mlflow_client
@@ -109,7 +112,7 @@ def test_promotion_through_a_server(remote):
     second, _ = promoted(remote, "two", 2, against=first)
     for folder in (first, second):
         shutil.rmtree(folder)
-    found, version = serve._drafter(remote.override("serve", drafter="champion"))
+    found, version = replica._drafter(remote.override("serve", drafter="champion"))
     assert version == "2"
     assert found is not None
     assert found.is_relative_to(remote.path("downloads"))
@@ -206,7 +209,7 @@ def test_a_version_registered_before_the_identity_covered_the_config(cfg):
     """
     folder = make_drafter(cfg, "one", 1)
     promotion.evaluate(cfg, folder)
-    candidate = promote.read_candidate(cfg)
+    candidate = read_candidate(cfg)
     old = {OLD_SHA256: file_sha256(folder / WEIGHTS), FIELDS: json.dumps(candidate.compat)}
     client = Registry(cfg).client
     client.create_registered_model("drafter")
@@ -352,4 +355,4 @@ def test_evaluate_and_promote_through_a_server(rivals, tmp_path, server, capsys)
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["decision"] == "promoted"
     cfg = load(None, words)
-    assert evaluate.find_drafter(cfg, "").name == opened(cfg, "champion")[1].name
+    assert drafters.find_drafter(cfg, "").name == opened(cfg, "champion")[1].name

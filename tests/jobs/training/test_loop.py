@@ -16,11 +16,13 @@ from safetensors.torch import load_file
 
 from dflash.acceptance import tau
 from dflash.checkpoint import convert_folder, save_drafter
+from dflash.identity import target_id
 from dflash.model import new_drafter
-from dflash.target_model import load_target, target_id
+from dflash.target_model import load_target
 from jobs import evaluate, harvest, train
 from jobs.base.config import load
-from jobs.base.target_facts import drafter_config
+from jobs.base.drafter_shape import drafter_config
+from jobs.dataset import samples
 from jobs.tracking.mlflow_runs import Tracker
 from jobs.training.feed import LazySamples, feature_cache, training_set
 from jobs.training.runs import live_pin
@@ -39,7 +41,7 @@ def test_harvest_stores_the_targets_features_and_reuses_them(work):
     cfg = configure(work)
     again = harvest.run(cfg)
     assert again["samples"] == 0
-    rows = read_dataset(harvest.features_folder(cfg, target_id(cfg.target_path)), FEATURES)
+    rows = read_dataset(samples.features_folder(cfg, target_id(cfg.target_path)), FEATURES)
     assert rows.num_rows == again["reused"]
     target = load_target(cfg.target_path, torch.float32)
     sample = first_sample(cfg)

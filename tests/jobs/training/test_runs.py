@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from dflash.decode import decode
+from dflash.identity import target_id
 from dflash.objective import recorded_token
-from dflash.target_model import load_target, target_id
+from dflash.target_model import load_target
 from dflash.training_step import generator, rank_picks, step_batch, step_indices
 from jobs import harvest, ingest, train
+from jobs.dataset import samples
 from jobs.training import plan, runs
 from jobs.training.feed import LazySamples, feature_cache, training_set, val_rows
 from jobs.training.states import RESULT, newest_state, states_folder
@@ -178,7 +180,7 @@ def test_features_that_cannot_be_read_are_one_message(fresh, workers):
 
 def spoil(cfg):
     """Give the last train sample features of another width; returns its id."""
-    folder = harvest.features_folder(cfg, target_id(cfg.target_path))
+    folder = samples.features_folder(cfg, target_id(cfg.target_path))
     victim = live(cfg).train[-1][0]
     shutil.copytree(folder, cfg.path("kept"))
     for path in folder.glob("[!.]*.parquet"):
@@ -202,7 +204,7 @@ def spoil(cfg):
 
 
 def restore(cfg):
-    folder = harvest.features_folder(cfg, target_id(cfg.target_path))
+    folder = samples.features_folder(cfg, target_id(cfg.target_path))
     shutil.rmtree(folder)
     shutil.move(cfg.path("kept"), folder)
 

@@ -20,9 +20,9 @@ from dflash.model import new_drafter
 from dflash.target_model import load_target
 from jobs import train
 from jobs.base.cluster import cpus_each
-from jobs.base.target_facts import drafter_config
+from jobs.base.drafter_shape import drafter_config
 from jobs.tracking.mlflow_runs import Tracker
-from jobs.training import plan
+from jobs.training import plan, ray_trainer
 from jobs.training.feed import training_set, val_rows
 from jobs.training.loop import progress_file
 from jobs.training.runs import live_pin, run_name
@@ -212,13 +212,13 @@ def test_settings_that_need_what_is_not_there_are_refused_before_ray(work, tmp_p
     monkeypatch.setattr(ray, "cluster_resources", lambda: found)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": found}])
     with pytest.raises(ValueError, match="the Ray cluster has 1 GPUs"):
-        train._scaling(configure(work, "train.device=cuda", "train.workers=2"))
-    on_gpu = train._scaling(configure(work, "train.workers=1"))
+        ray_trainer.scaling(configure(work, "train.device=cuda", "train.workers=2"))
+    on_gpu = ray_trainer.scaling(configure(work, "train.workers=1"))
     assert on_gpu.use_gpu
     assert on_gpu.resources_per_worker == {"CPU": 8, "GPU": 1}
-    assert not train._scaling(configure(work, "train.device=cpu")).use_gpu
+    assert not ray_trainer.scaling(configure(work, "train.device=cpu")).use_gpu
     with pytest.raises(ValueError, match=r"train.workers=9, but the local Ray cluster has 8 CPUs"):
-        train._scaling(configure(work, "train.workers=9"))
+        ray_trainer.scaling(configure(work, "train.workers=9"))
 
 
 def test_what_mlflow_would_try_for_minutes_is_one_message(work, tmp_path):
