@@ -18,7 +18,6 @@ from jobs.base.cluster import cluster
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from jobs.dataset.samples import load_requests
-from jobs.evaluation import replays
 from jobs.proof.round_comparison import table
 from store import files
 
@@ -123,7 +122,7 @@ def _summary(
 def _tau_first(cfg: Config, done: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The same held-out prompts with an untrained drafter: where the loop started."""
     rows, requests = load_requests(cfg, cfg.evaluate.split)
-    walks = replays.untrained_walks(cfg, requests, done["verify"]["k"])
+    walks = untrained_walks(cfg, requests, done["verify"]["k"])
     return table(rows, walks, done["verify"]["k"])
 
 

@@ -17,8 +17,9 @@ from jobs.base import devices
 from jobs.base.config import Config, load
 from jobs.base.drafter_shape import drafter_config
 from jobs.dataset.samples import load_requests
-from jobs.evaluation import drafters, regression_sets, replays
+from jobs.evaluation import drafters, regression_sets
 from jobs.evaluation.prompt_files import read_prompts
+from jobs.evaluation.walks import untrained_walks
 from jobs.promotion.gate import refusals
 from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
@@ -210,7 +211,8 @@ def test_a_leaking_set_is_counted_and_said(work, monkeypatch, capsys):
     cfg = configure(work)
     assert evaluate.run(cfg)["leaking"] == {"leaking": 0, "samples": 16}
     monkeypatch.setattr(
-        replays, "leaking", lambda train, asked: {*asked["sample_id"].to_pylist()[:2], "other"}
+        "jobs.evaluation.walks.leaking",
+        lambda train, asked: {*asked["sample_id"].to_pylist()[:2], "other"},
     )
     assert evaluate.run(cfg)["leaking"] == {"leaking": 2, "samples": 16}
     assert "2 of 16 samples share their text with training" in capsys.readouterr().err
@@ -228,7 +230,7 @@ def test_every_side_is_replayed_in_the_dtype_of_the_config(work, dtype):
     # The tiny target's answers are memorised with room: 0.1 tau is five rounds in 200.
     assert found["tau"]["pooled"] == pytest.approx(known_tau(work), abs=0.1)
     rows, requests = load_requests(cfg, "test")
-    walks = replays.untrained_walks(cfg, requests, 4)
+    walks = untrained_walks(cfg, requests, 4)
     assert tau(walks) < 1.3
     assert len(walks) == len(rows)
 

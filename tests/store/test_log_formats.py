@@ -390,12 +390,3 @@ def test_appending_after_the_digest_does_not_matter(tmp_path):
     with open(path, "ab") as stream:
         stream.write(line())
     assert len(list(parse_log(path, size, digest, RULES))) == 1
-
-
-def test_digest_knows_its_prefixes(tmp_path):
-    data = b"a" * 3_000_000
-    (tmp_path / "l").write_bytes(data)
-    size, digest, prefixes = digest_log(tmp_path / "l", {0, 7, 2_500_000, 9_000_000})
-    assert (size, digest) == (len(data), hashlib.sha256(data).hexdigest())
-    assert set(prefixes) == {0, 7, 2_500_000, len(data)}
-    assert prefixes[2_500_000] == hashlib.sha256(data[:2_500_000]).hexdigest()
