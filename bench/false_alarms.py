@@ -1,16 +1,17 @@
-"""How often a right drafter is called wrong: the checks of preflight and verify, again and again.
+"""How often a right drafter is called wrong, by the checks of preflight and verify that rounding
+can turn: texts, rounds, drafts, served tokens.
 
     python -m bench.false_alarms work=runs/demo target.dtype=bfloat16
     python -m bench.false_alarms work=runs/demo evaluate.drafter=FOLDER
 
-POOL prompts of the traffic are answered by a plain server and by one with the drafter; the plain
-one reads both again. RUNS times REQUESTS of them are drawn and judged as `flywheel verify` and
-`flywheel preflight` judge theirs. `alarms` must be empty; `detail` has what the limits are made
-from: tokens, rounds and drafts that differ, and their gaps.
+RUNS times REQUESTS prompts of the demo's clients that nobody has sent before (another seed) are
+answered by a plain server and by one with the drafter; the plain one reads both again. Each run has
+prompts of its own and is judged as `flywheel verify` and `flywheel preflight` judge theirs.
+`alarms` must be empty; `detail` has what the limits are made from: tokens, rounds and drafts that
+differ, and their gaps. bench/missed_faults.py is the other half.
 """
 
 import json
-import random
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -31,14 +32,16 @@ from jobs.fleet.replica import server
 from jobs.fleet.server_pool import serving
 from jobs.proof.engine_checks import Ours, check_drafts, check_text
 from jobs.proof.engine_trial import answer_of, prepare, traces, with_noise
-from jobs.proof.greedy_requests import as_request
 from jobs.proof.measurements import READ
 from jobs.proof.round_comparison import compare
-from serving.client import Completion, complete
+from jobs.traffic import as_request, demo_prompts
+from serving.client import Completion, Request, complete
 from serving.drafts import read_drafts
 from serving.greedy import Reading, judge, read_again
 
-POOL, RUNS, REQUESTS = 96, 20, 16
+RUNS, REQUESTS = 20, 16
+GENERAL = 4
+"""One in GENERAL prompts is of the broad domain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,15 +72,13 @@ class Pool:
 def main(cfg: Config) -> dict[str, Any]:
     """RUNS judgements; returns what the JSON line says."""
     folder = find_drafter(cfg, cfg.evaluate.drafter)
-    rows = [row for split in ("train", "val", "test") for row in load_rows(cfg, split)]
-    ours = prepare(cfg, folder, rows[:1])
-    picked = random.Random(0).sample(rows, min(POOL, len(rows)))
-    pool = ask(cfg, ours, str(folder), picked)
+    ours = prepare(cfg, folder, load_rows(cfg, cfg.evaluate.split)[:1])
+    pool = ask(cfg, ours, str(folder), new_requests(cfg, RUNS * REQUESTS))
     ours = with_noise(cfg, folder, ours, pool.traces)
     alarms = Counter()
     for run in range(RUNS):
-        draw = random.Random(run + 1).sample(range(len(picked)), min(REQUESTS, len(picked)))
-        found = [name for name, alarm in judged(cfg, ours, pool.draw(draw)).items() if alarm]
+        own = list(range(run * REQUESTS, (run + 1) * REQUESTS))
+        found = [name for name, alarm in judged(cfg, ours, pool.draw(own)).items() if alarm]
         alarms.update(found)
         console.print(f"run {run + 1} of {RUNS}: {', '.join(found) or 'no alarm'}")
     about = {"dtype": dtype_name(cfg), "requests": REQUESTS, "k": ours.k, "vllm": vllm_version()}
@@ -89,9 +90,19 @@ def main(cfg: Config) -> dict[str, Any]:
     }
 
 
-def ask(cfg: Config, ours: Ours, folder: str, picked: list[dict[str, Any]]) -> Pool:
+def new_requests(cfg: Config, count: int) -> list[Request]:
+    """`count` prompts of the demo's clients, from a seed that the demo does not use."""
+    more = count + count // 5
+    asked = {"tickets": more - more // GENERAL, "general": more // GENERAL}
+    fresh = demo_prompts(cfg.override("demo", seed=cfg.demo.seed + 1, **asked))
+    known = {prompt.messages[-1]["content"] for prompt in demo_prompts(cfg)}
+    unknown = [prompt for prompt in fresh if prompt.messages[-1]["content"] not in known]
+    return [as_request(prompt, cfg) for prompt in unknown[:count]]
+
+
+def ask(cfg: Config, ours: Ours, folder: str, asked: list[Request]) -> Pool:
     """The answers of a plain and of a drafting server to these prompts."""
-    asked, at_once = [as_request(row) for row in picked], cfg.verify.concurrency
+    at_once = cfg.verify.concurrency
     drafting = server(serving(cfg, folder, [ours.k]), "false-alarms-drafted.log")
     drafting.drafts = cfg.path("logs", "false-alarms.jsonl")
     with drafting:
@@ -100,7 +111,7 @@ def ask(cfg: Config, ours: Ours, folder: str, picked: list[dict[str, Any]]) -> P
         plain = complete(running.url, asked, at_once, "without a drafter")
         control = read_again(running.url, plain, READ, "control")
         reading = read_again(running.url, drafted, READ, "read again")
-    names = [row["sample_id"] for row in picked]
+    names = [one.conversation for one in asked]
     answers = [answer_of(ours, one) for one in drafted]
     return Pool(
         names=names,

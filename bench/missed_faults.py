@@ -2,14 +2,13 @@
 
     python -m bench.missed_faults work=runs/demo target.dtype=bfloat16
 
-REQUESTS prompts of the traffic are answered with a copy of the drafter that differs in one field
-of its config.json, or in its weights, and judged as `flywheel preflight` and `flywheel verify`
-judge answers, against the drafter itself. `missed` must be empty, `healthy` must say nothing.
-bench/false_alarms.py is the other half.
+REQUESTS prompts that nobody has sent before are answered with a copy of the drafter that differs in
+one field of its config.json, or in its weights, and judged as `flywheel preflight` and `flywheel
+verify` judge answers, against the drafter itself. `missed` must be empty, `healthy` must say
+nothing. bench/false_alarms.py is the other half.
 """
 
 import json
-import random
 import shutil
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.false_alarms import REQUESTS
+from bench.false_alarms import REQUESTS, new_requests
 from bench.harness import cpu_name
 from jobs.base.config import Config, load
 from jobs.base.console import console
@@ -33,9 +32,8 @@ from jobs.fleet.replica import server
 from jobs.fleet.server_pool import serving
 from jobs.proof.engine_checks import Ours, check_drafts
 from jobs.proof.engine_trial import answer_of, prepare, traces, with_noise
-from jobs.proof.greedy_requests import as_request
 from jobs.proof.round_comparison import compare
-from serving.client import complete
+from serving.client import Request, complete
 from serving.drafts import read_drafts
 
 Change = Callable[[Path], None]
@@ -86,17 +84,16 @@ FAULTS: dict[str, Change] = {
 def main(cfg: Config) -> dict[str, Any]:
     """One server per fault; returns what the JSON line says."""
     folder = find_drafter(cfg, cfg.evaluate.drafter)
-    rows = [row for split in ("train", "val", "test") for row in load_rows(cfg, split)]
-    rows = random.Random(0).sample(rows, min(REQUESTS, len(rows)))
-    ours, found = prepare(cfg, folder, rows[:1]), {}
+    asked, found = new_requests(cfg, REQUESTS), {}
+    ours = prepare(cfg, folder, load_rows(cfg, cfg.evaluate.split)[:1])
     for name, change in FAULTS.items():
         with tempfile.TemporaryDirectory() as temporary:
             copy = shutil.copytree(folder, Path(temporary) / "drafter")
             change(copy)
-            found[name] = judged(cfg, folder, copy, ours, rows)
+            found[name] = judged(cfg, folder, copy, ours, asked)
         console.print(f"{name}: {found[name]}")
     missed = [name for name in FAULTS if name != "healthy" and not found[name]["caught"]]
-    about = {"dtype": dtype_name(cfg), "requests": len(rows), "k": ours.k, "vllm": vllm_version()}
+    about = {"dtype": dtype_name(cfg), "requests": len(asked), "k": ours.k, "vllm": vllm_version()}
     return {
         "name": "missed-faults",
         "missed": missed,
@@ -106,15 +103,15 @@ def main(cfg: Config) -> dict[str, Any]:
 
 
 def judged(
-    cfg: Config, folder: Path, served: Path, ours: Ours, rows: list[dict[str, Any]]
+    cfg: Config, folder: Path, served: Path, ours: Ours, asked: list[Request]
 ) -> dict[str, Any]:
     """Which checks call the drafter that was served another one than `folder`, and the counts."""
     running = server(serving(cfg, str(served), [ours.k]), "missed-faults.log")
     running.drafts = cfg.path("logs", "missed-faults.jsonl")
     running.drafts.unlink(missing_ok=True)
     with running:
-        answers = complete(running.url, [as_request(row) for row in rows], cfg.verify.concurrency)
-    names, read = [row["sample_id"] for row in rows], [answer_of(ours, one) for one in answers]
+        answers = complete(running.url, asked, cfg.verify.concurrency)
+    names, read = [one.conversation for one in asked], [answer_of(ours, one) for one in answers]
     drafted = traces(names, answers, read, read_drafts(running.drafts))
     ours = with_noise(cfg, folder, ours, drafted)
     of = {one.request_id: answer for one, answer in zip(answers, read, strict=True)}
