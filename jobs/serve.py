@@ -11,7 +11,7 @@ from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console
 from jobs.fleet.replica import server
-from serving.server import SERVED_NAME
+from serving.vllm_server import SERVED_NAME
 
 
 def run(cfg: Config) -> dict[str, Any]:

@@ -4,8 +4,8 @@ import torch
 
 from dflash.target_model import resolve_dtype
 from jobs.base.config import Config
-from serving.server import vllm_runs_on_cpu
 from serving.server_memory import GIB, free_bytes, weight_bytes
+from serving.vllm_server import vllm_runs_on_cpu
 
 
 def compute_device(cfg: Config) -> str:

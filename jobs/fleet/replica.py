@@ -7,7 +7,7 @@ from dflash.identity import target_id
 from jobs.base.config import Config
 from jobs.base.devices import served_dtype
 from jobs.registry.versions import resolve
-from serving.server import Server
+from serving.vllm_server import Server
 from store.files import read_json
 
 

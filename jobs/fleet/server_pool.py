@@ -10,11 +10,11 @@ import torch
 from jobs.base.config import Config
 from jobs.base.devices import served_dtype
 from jobs.fleet.replica import server
-from serving.server import Server, vllm_runs_on_cpu
 from serving.server_memory import GIB, free_bytes, gpu_share, server_bytes
+from serving.vllm_server import Server, vllm_runs_on_cpu
 
 Drafts = tuple[int, ...]
-"""K by batch size, as serving.server.Server has it; (): no drafter."""
+"""K by batch size, as serving.vllm_server.Server has it; (): no drafter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

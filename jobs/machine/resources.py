@@ -20,7 +20,7 @@ def device(cfg: Config) -> Iterator[Check]:
     import torch
 
     from dflash.target_model import resolve_dtype
-    from serving.server import vllm_runs_on_cpu
+    from serving.vllm_server import vllm_runs_on_cpu
 
     if torch.cuda.is_available():
         kind, name = "cuda", torch.cuda.get_device_name()

@@ -75,7 +75,7 @@ def _num_rounds(answer: Completion) -> int:
 def choose(taus: dict[int, float], costs: Sequence[Cost]) -> tuple[int, ...]:
     """The K with the largest predicted speed-up at batch size 1, 2, ...; the last for all larger.
 
-    taus: replayed tau of every K. Shape of the result as in serving.server.Server.k.
+    taus: replayed tau of every K. Shape of the result as in serving.vllm_server.Server.k.
     """
     best = []
     for batch in range(1, max(BATCHES) + 1):

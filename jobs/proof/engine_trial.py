@@ -42,9 +42,9 @@ from jobs.proof.reference_check import too_large
 from jobs.proof.template_check import ask_endings, check_template
 from serving.client import Completion, Request, complete, counter
 from serving.drafts import Recorded, drafted, read_drafts
-from serving.server import vllm_runs_on_cpu
 from serving.start_checks import check_drafter
 from serving.vllm_counts import rounds
+from serving.vllm_server import vllm_runs_on_cpu
 
 PROBE_PROMPT, PROBE_TOKENS = 512, 32
 """Tokens of the prompt that is sent twice: several cache blocks, of which vLLM redoes the last."""

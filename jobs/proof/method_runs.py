@@ -20,8 +20,8 @@ from jobs.proof.measurements import READ
 from jobs.proof.speed import speed_domain, speed_loads
 from serving.client import Completion, Request, Speed, compare_speeds, complete
 from serving.greedy import Reading, judge, read_again
-from serving.server import Server, drafts_per_round
 from serving.vllm_counts import DECODE_STEPS, decode_steps, pooled_by_vllm
+from serving.vllm_server import Server, drafts_per_round
 from store.files import read_json, save_json
 
 

@@ -21,8 +21,8 @@ from dflash.target_model import load_target
 from dflash.training_step import generator, step_batch, step_indices, step_loss
 from dflash.vocabulary import frequent_tokens, set_vocabulary, whole_vocabulary
 from serving.client import Request, complete
-from serving.server import Server
 from serving.vllm_counts import rounds
+from serving.vllm_server import Server
 from tests.serving.conftest import TAPS, VOCABULARY
 
 pytest.importorskip("vllm")

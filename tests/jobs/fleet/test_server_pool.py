@@ -18,7 +18,7 @@ def cfg(tmp_path):
 
 
 class Fake:
-    """Stands for serving.server.Server and writes down what happens."""
+    """Stands for serving.vllm_server.Server and writes down what happens."""
 
     def __init__(self, k, events):
         self.k, self.events, self.url = k, events, f"url {k}"
