@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dflash.identity import model_files
-from dflash.identity import target_id as target_id
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel

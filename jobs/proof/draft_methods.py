@@ -19,7 +19,7 @@ MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """One way to draft: at most `k` tokens in a round, by batch size as in serving.vllm_server.Server.
+    """One way to draft: at most `k` tokens in a round, by batch size as `serve.k` has it.
 
     Without `model`, MTP drafts with heads of the target, and the others look up what was said.
     """
