@@ -12,15 +12,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from bench.harness import report
 from dflash.checkpoint import load_drafter
+from dflash.model import Drafter, drafter_of
 from dflash.replay import Request, replay
 from dflash.target_model import load_target
-from dflash.vocabulary import whole_vocabulary
+from dflash.vocabulary import OWN_HEAD
 from jobs.base.config import load
 from jobs.base.target_facts import end_tokens
 from jobs.dataset.samples import load_requests
@@ -90,3 +92,10 @@ def run_client(client: Path, task: list) -> list:
 
 if __name__ == "__main__":
     main()
+
+
+def whole_vocabulary(drafter: Drafter) -> Drafter:
+    """The same drafter, drafting from the target's whole head: what z-lab's client serves."""
+    cfg = replace(drafter.cfg, draft_vocab_size=0)
+    state = drafter.state_dict()
+    return drafter_of(cfg, {name: t for name, t in state.items() if name not in OWN_HEAD})

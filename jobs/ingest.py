@@ -33,9 +33,9 @@ from jobs.ingestion.record_counts import (
 )
 from jobs.ingestion.rules import make_rules
 from store.digests import Digests
+from store.files import sweep
 from store.ingest_log import publish
 from store.log_files import find_logs
-from store.shards import sweep
 from store.traffic_table import read_traffic
 
 SHOWN = 5

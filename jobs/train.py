@@ -25,7 +25,8 @@ from jobs.base.target_facts import target_taps
 from jobs.dataset.samples import features_folder
 from jobs.dataset.slices import largest
 from jobs.reporting.plotting import training_curves
-from jobs.tracking.mlflow_runs import MlflowFault, Tracker
+from jobs.tracking.mlflow_client import MlflowFault
+from jobs.tracking.mlflow_runs import Tracker
 from jobs.training.feed import training_set, val_rows
 from jobs.training.plan import check_lora, check_val, make_plan, print_plan, run_shape
 from jobs.training.ray_trainer import fit

@@ -16,10 +16,11 @@ from jobs.harvesting.actors import harvest_rows
 from jobs.harvesting.harvester import Row
 from jobs.harvesting.screening import REASONS, exceeds, too_many
 from store.features import open_shard
+from store.files import sweep
 from store.mending import mend, publish, remember
 from store.schemas import features_columns
 from store.set_aside import read_set_aside, write_set_aside
-from store.shards import read_dataset, shard_info, sweep
+from store.shards import read_dataset, shard_info
 from store.traffic_table import read_traffic
 
 COLUMNS = ["sample_id", "domain", "prompt_ids", "output_ids", "temperature", "shaped"]

@@ -17,15 +17,12 @@ from mlflow.tracking import MlflowClient
 
 from jobs.base.config import Config
 from jobs.tracking.mlflow_client import (
-    MlflowFault,
     cut,
     equals,
     open_client,
     plain,
 )
 from store.ids import short_hash
-
-__all__ = ["MlflowFault", "Tracker", "attach", "experiment_id", "metric_name", "run_named"]
 
 RUN = "flywheel.run"
 MAX_PARAM, MAX_TAG = 6000, 8000

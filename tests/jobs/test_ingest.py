@@ -15,12 +15,14 @@ from jobs import ingest
 from jobs.ingestion import log_tasks
 from jobs.ingestion.rules import make_rules
 from store.digests import digest_log
+from store.files import sweep
 from store.ingest_log import ingest_log, publish
 from store.log_files import find_logs
 from store.schemas import REJECTS
-from store.shards import read_dataset, read_manifests, sweep, verify
+from store.shards import read_dataset, read_manifests
 from store.traffic_table import read_traffic
 from tests.logs import line, write_log
+from tests.shards import verify
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

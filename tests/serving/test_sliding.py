@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.zlab_client import whole_vocabulary
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.decode import decode
 from dflash.drafter_config import DrafterConfig
@@ -19,7 +20,7 @@ from dflash.replay import Request as Recorded
 from dflash.replay import replay
 from dflash.target_model import load_target
 from dflash.training_step import generator, step_batch, step_indices, step_loss
-from dflash.vocabulary import frequent_tokens, set_vocabulary, whole_vocabulary
+from dflash.vocabulary import frequent_tokens, set_vocabulary
 from serving.client import Request, complete
 from serving.vllm_counts import rounds
 from serving.vllm_server import Server
