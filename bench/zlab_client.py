@@ -99,3 +99,6 @@ def whole_vocabulary(drafter: Drafter) -> Drafter:
     cfg = replace(drafter.cfg, draft_vocab_size=0)
     state = drafter.state_dict()
     return drafter_of(cfg, {name: t for name, t in state.items() if name not in OWN_HEAD})
+
+
+OWN_HEAD = ("lm_head.weight", "d2t")

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from dflash.model import Drafter
 
-OWN_HEAD = ("lm_head.weight", "d2t")
-
 
 def frequent_tokens(answers: Iterable[Tensor], size: int, vocab_size: int) -> Tensor:
     """The `size` most frequent tokens of the answers, ids [size] ascending.
