@@ -22,13 +22,14 @@ from dflash.checkpoint import load_drafter
 from dflash.model import Drafter, drafter_of
 from dflash.replay import Request, replay
 from dflash.target_model import load_target
-from dflash.vocabulary import OWN_HEAD
 from jobs.base.config import load
 from jobs.base.target_facts import end_tokens
 from jobs.dataset.samples import load_requests
 from jobs.evaluation.drafters import find_drafter
 
 REQUESTS = 10
+OWN_HEAD = ("lm_head.weight", "d2t")
+"""Tensors of a reduced vocabulary, which the client does not know."""
 
 CLIENT = """
 import json, sys, torch
@@ -90,10 +91,6 @@ def run_client(client: Path, task: list) -> list:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-if __name__ == "__main__":
-    main()
-
-
 def whole_vocabulary(drafter: Drafter) -> Drafter:
     """The same drafter, drafting from the target's whole head: what z-lab's client serves."""
     cfg = replace(drafter.cfg, draft_vocab_size=0)
@@ -101,4 +98,5 @@ def whole_vocabulary(drafter: Drafter) -> Drafter:
     return drafter_of(cfg, {name: t for name, t in state.items() if name not in OWN_HEAD})
 
 
-OWN_HEAD = ("lm_head.weight", "d2t")
+if __name__ == "__main__":
+    main()

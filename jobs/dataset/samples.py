@@ -21,6 +21,8 @@ from store.set_aside import read_set_aside
 from store.shards import shard_paths
 from store.traffic_table import read_traffic
 
+FEATURE_DTYPE = "bfloat16"
+
 
 def captured_top_k(cfg: Config) -> int:
     """How many log-probabilities a position training reads: 0 for train.loss=ce.
@@ -132,9 +134,6 @@ def set_aside(cfg: Config, taps: Sequence[int] = ()) -> set[str]:
     """Ids of the samples that harvest set aside under these taps: nothing learns from them."""
     folder = features_folder(cfg, target_id(cfg.target_path), taps)
     return set(read_set_aside(cfg.path("set_aside"), folder.name))
-
-
-FEATURE_DTYPE = "bfloat16"
 
 
 def features_folder(cfg: Config, identity: str, taps: Sequence[int] = ()) -> Path:

@@ -15,6 +15,8 @@ from serving.vllm_server import Server, vllm_runs_on_cpu
 
 Drafts = tuple[int, ...]
 """K by batch size, as serving.vllm_server.Server has it; (): no drafter."""
+MOST = 3
+"""Servers that are of use at the same time: without a drafter, at the largest K, at another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +127,3 @@ def serving(cfg: Config, drafter: Path | str, k: list[int]) -> Config:
     """
     args = [*cfg.serve.args, "--no-enable-prefix-caching"]
     return cfg.override("serve", port=0, drafter=str(drafter), k=k, capture="", args=args)
-
-
-MOST = 3
-"""Servers that are of use at the same time: without a drafter, at the largest K, at another."""
