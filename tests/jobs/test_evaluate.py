@@ -79,7 +79,7 @@ def test_a_regression_set_is_answered_once_and_walked(work, tmp_path, monkeypatc
     )
     chats = write(tmp_path / "chats.jsonl", {"turns": ["w5 w6", "w7"], "category": "c"})
     settings = [
-        f"regression_sets.regression=[{gsm},{chats}]",
+        f"evaluate.regression=[{gsm},{chats}]",
         "evaluate.regression_tokens=12",
         f"evaluate.baseline={work / 'blank'}",
     ]
@@ -137,7 +137,7 @@ def test_a_set_that_a_target_too_large_would_have_to_answer_is_skipped_by_name(
     gsm = write(tmp_path / "large.jsonl", {"question": "w31 w9", "answer": ""})
     monkeypatch.setattr(devices, "free_bytes", lambda: 1000)
     monkeypatch.setattr(regression_sets, "load_target", None)
-    cfg = configure(work, f"regression_sets.regression=[{gsm}]")
+    cfg = configure(work, f"evaluate.regression=[{gsm}]")
     found = evaluate.run(cfg)
     assert found["regression"] == {}
     why = found["regression_skipped"]["large"]
@@ -150,7 +150,7 @@ def test_a_loss_on_a_regression_set_is_refused(work, tmp_path):
     gsm = write(tmp_path / "g.jsonl", {"question": "w5 w9", "answer": "1"})
     cfg = configure(
         work,
-        f"regression_sets.regression=[{gsm}]",
+        f"evaluate.regression=[{gsm}]",
         f"evaluate.drafter={work / 'blank'}",
         f"evaluate.baseline={work / 'drafters' / 'known'}",
         "evaluate.regression_tokens=12",
@@ -168,7 +168,7 @@ def test_two_sets_of_one_name_are_refused(work, tmp_path):
     first = write(tmp_path / "g.jsonl", {"question": "w5", "answer": "1"})
     second = write(tmp_path / "x" / "g.jsonl", {"question": "w6", "answer": "1"})
     with pytest.raises(ValueError, match="different names, got g, g"):
-        regression_sets.load_sets(configure(work, f"regression_sets.regression=[{first},{second}]"))
+        regression_sets.load_sets(configure(work, f"evaluate.regression=[{first},{second}]"))
 
 
 def test_a_drafter_with_other_taps_is_compared_on_the_same_samples(work, tmp_path):

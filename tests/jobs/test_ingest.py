@@ -21,7 +21,7 @@ from store.log_files import find_logs
 from store.schemas import REJECTS
 from store.shards import read_dataset, read_manifests
 from store.traffic_table import read_traffic
-from tests.logs import line, write_log
+from tests.capture_logs import line, write_log
 from tests.shards import verify
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

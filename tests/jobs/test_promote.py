@@ -293,7 +293,7 @@ def test_two_racing_promoters_and_a_killed_one(cfg):
     """Both were evaluated against no champion: one wins, the other has to be evaluated again. A
     third process that dies with the lease in hand keeps nobody out."""
     hold = (
-        "import sys, time; from jobs.base.config import load; from jobs.registry import lease\n"
+        "import sys, time; from jobs.base.config import load; from jobs.registry.lease import lease\n"
         "with lease(load(None, sys.argv[1:])): print('held', flush=True); time.sleep(60)"
     )
     work = f"work={cfg.work}"

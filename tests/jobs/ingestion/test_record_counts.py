@@ -8,7 +8,7 @@ import pytest
 from jobs import ingest
 from store.schemas import REJECTS
 from store.shards import read_dataset, read_manifests
-from tests.logs import line, write_log
+from tests.capture_logs import line, write_log
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

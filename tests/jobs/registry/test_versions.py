@@ -306,7 +306,7 @@ def test_labels_of_any_text_are_stored(where, request, tmp_path):
 def test_two_first_commands_of_a_work_folder_at_once(tmp_path):
     """Both made the tables: `table experiments already exists`."""
     code = (
-        "import sys; from jobs.base.config import load; from jobs.registry import Registry\n"
+        "import sys; from jobs.base.config import load; from jobs.registry.versions import Registry\n"
         "print(Registry(load(None, sys.argv[1:])).current('champion'))"
     )
     command = [sys.executable, "-c", code, f"work={tmp_path / 'new'}"]
