@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from dflash.config_formats import is_speculators, to_speculators, to_zlab
 from dflash.drafter_config import DrafterConfig
+from dflash.identity import file_sha256
 from dflash.model import Drafter, drafter_of
 
 WEIGHTS = "model.safetensors"
@@ -200,14 +201,8 @@ def engine_files(folder: str | os.PathLike) -> list[Path]:
     folder = Path(folder)
     if not (folder / WEIGHTS).is_file():
         raise ValueError(f"{folder} has no {WEIGHTS}")
-    found = sorted(folder.iterdir())
+    found = sorted(path for path in folder.iterdir() if path.is_file())
     return [p for p in found if p.suffix in ENGINE_READS and not p.name.startswith(".")]
-
-
-def file_sha256(path: Path) -> str:
-    """Hex sha256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def compat_fields(cfg: DrafterConfig, target_id: str) -> dict[str, object]:

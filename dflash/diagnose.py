@@ -195,6 +195,8 @@ def own_noise(
     """
     mismatches = []
     for trace in traces:
+        if not trace.drafts.numel():  # an answer of one token has no round
+            continue
         anchors, request = (
             torch.tensor(trace.anchors),
             trace.answer.request(drafter.cfg.target_layer_ids),

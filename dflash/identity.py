@@ -32,6 +32,12 @@ Stamp = tuple[str, int, int, int, int]
 _KNOWN: dict[Stamp, str] = {}
 
 
+def file_sha256(path: Path) -> str:
+    """Hex sha256 of a file's bytes, read now."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def model_files(folder: str | os.PathLike) -> list[Path]:
     """The files of a target that an engine reads, sorted; hidden ones are unfinished downloads.
 

@@ -4,6 +4,7 @@ Transformers is imported where a model is run: it takes seconds, and training ne
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,18 @@ def resolve_dtype(name: str, device: str = "cpu") -> torch.dtype:
     return known[name]
 
 
+def resolve_training_dtype(name: str, target: torch.dtype, device: str = "cpu") -> torch.dtype:
+    """What the products of training run in; weights and all that accumulates stay float32.
+
+    `auto`: the target's dtype on an accelerator or with AMX, else float32. With avx512_bf16 alone
+    reading half the bytes makes serving faster, but a product of many rows takes 1.4 times as long
+    in bfloat16 (docs/decisions/003). Raises ValueError for another name.
+    """
+    if name != "auto":
+        return resolve_dtype(name, device)
+    return target if device != "cpu" or _amx() else torch.float32
+
+
 def _amx() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
@@ -87,6 +100,10 @@ class Target:
             Features(taps=joined[i, : len(ids)].clone(), last=last[i, : len(ids)].clone())
             for i, ids in enumerate(batch)
         ]
+
+    def room(self) -> float:
+        """The most tokens of a sequence in `features`: no limit but memory."""
+        return math.inf
 
     def _forward(self, ids: Tensor, cache: "DynamicCache", taps: Sequence[int]) -> "Features":
         """Taps and last with a batch dimension; extends the cache."""

@@ -3,7 +3,8 @@
 <work>/traffic -> <work>/features/<cache key>: one teacher-forced pass of the target over prompt +
 output of every sample that has no features yet. Each Ray actor holds one target and commits its own
 shards: token ids go to the actors, facts come back, features never travel through Ray. A sample
-that fails a check is kept with its reason in <work>/set_aside and not tried again.
+that fails a check is kept with its reason in <work>/set_aside and not tried again, but by another
+backend or dtype where those may be to blame.
 """
 
 from typing import Any

@@ -4,8 +4,8 @@ Request logs -> <work>/traffic. One Ray task per log; what a log holds is commit
 made from its content and the rules, so a rerun reads only logs that are new or have changed. A
 grown log replaces what its older state gave.
 
-Records that are damaged or cannot be trusted are rejected; nothing is published while they are
-more than ingest.max_reject_rate of all. Records that are readable but not for this drafter (an
+Records that are damaged or cannot be trusted are rejected; nothing is published while their rate is
+established above ingest.max_reject_rate. Records that are readable but not for this drafter (an
 adapter's, one token, no consent ...) are counted and never stop anything. store/reasons.py has
 every reason.
 """
@@ -21,7 +21,7 @@ from jobs.base.cluster import cluster
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from jobs.dataset.slices import largest_rows
-from jobs.ingestion.log_tasks import digests, ingest_each
+from jobs.ingestion.log_tasks import digests, ingest_each, takes_back
 from jobs.ingestion.record_counts import (
     FINISH,
     REJECT,
@@ -34,7 +34,7 @@ from jobs.ingestion.record_counts import (
 from jobs.ingestion.rules import make_rules
 from store.digests import Digests
 from store.files import sweep
-from store.ingest_log import publish
+from store.ingest_log import publish, settle
 from store.log_files import find_logs
 from store.traffic_table import read_traffic
 
@@ -55,8 +55,10 @@ def run(cfg: Config) -> dict[str, Any]:
     sweep(rejects)
     kept = Digests(cfg.path("logs.json"))
     with cluster(cfg):
-        digested = digests(kept, logs, traffic)
+        digested = digests(kept, logs, traffic, rejects)
         results = ingest_each(digested, rules, traffic, rejects)
+    for _, (_, sha, prefixes) in digested.values():
+        settle(rejects, results[sha], prefixes)
     counts = RecordCounts.of(results.values())
     print_aside(aside)
     print_reasons("Rejected records", counts, REJECT)
@@ -65,7 +67,7 @@ def run(cfg: Config) -> dict[str, Any]:
     published = sum(
         publish(traffic, log, results[sha], prefixes)
         for log, (_, (_, sha, prefixes)) in digested.items()
-        if counts.total["accepted"]
+        if counts.total["accepted"] or takes_back(traffic, results[sha], prefixes)
     )
     kept.keep(digested)
     samples = read_traffic(traffic, rules.target_id)

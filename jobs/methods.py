@@ -16,6 +16,7 @@ from jobs.base.packages import vllm_version
 from jobs.dataset.samples import rows_with_rounds
 from jobs.dataset.slices import Row
 from jobs.proof.draft_methods import describe
+from jobs.proof.greedy_requests import servable
 from jobs.proof.kept_results import methods_path
 from jobs.proof.method_runs import compare_methods
 from jobs.proof.speed import speed_domain, warn_if_unsteady
@@ -30,6 +31,7 @@ def run(cfg: Config) -> dict[str, Any]:
     """
     methods = [describe(cfg, name) for name in cfg.methods.names]
     rows = rows_with_rounds(cfg)
+    rows = servable(cfg, rows, max((k for method in methods for k in method.k), default=0))
     path = methods_path(cfg, methods, rows)
     if path.is_file():
         return read_json(path, ["stage"]) | {"reused": True}

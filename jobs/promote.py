@@ -7,6 +7,7 @@ version with the alias `challenger` and a record that says why; the command then
 
 from typing import Any
 
+from dflash.identity import legacy_target_id
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
@@ -54,6 +55,10 @@ def _decide(
         if champion is not None and not cfg.promote.new_shape:
             # A champion of an older version has no word on options that were off for all.
             known = dict.fromkeys(candidate.compat, 0) | champion.compat
+            # By its former id nobody knows the target's bytes; what the evaluation, which is not
+            # stale, replayed the champion on is known.
+            if known["target_id"] == legacy_target_id(cfg.target_path):
+                known["target_id"] = candidate.evaluation["target_id"]
             shape = gate.mismatches(candidate.compat, known, "the champion")
             reasons += [f"{fault} (promote.new_shape=true allows it)" for fault in shape]
     if reasons:

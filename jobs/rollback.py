@@ -7,6 +7,7 @@ that no gate accepts it again.
 
 from typing import Any
 
+from dflash.identity import legacy_target_id, target_id
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console
@@ -55,7 +56,7 @@ def _earlier(cfg: Config, registry: Registry, champion: Version) -> tuple[Versio
         if number == champion.number:
             continue
         version = registry.get(number)
-        fault = "it was deleted" if version is None else _fault(registry, version, champion)
+        fault = "it was deleted" if version is None else _fault(cfg, registry, version, champion)
         if version is not None and fault is None:
             return version, skipped
         skipped.append(f"version {number}: {fault}")
@@ -63,16 +64,48 @@ def _earlier(cfg: Config, registry: Registry, champion: Version) -> tuple[Versio
     raise ValueError(f"nothing to roll back to: {tried}")
 
 
-def _fault(registry: Registry, version: Version, champion: Version) -> str | None:
+def _fault(cfg: Config, registry: Registry, version: Version, champion: Version) -> str | None:
     if version.bad:
         return f"it was rolled back itself ({version.bad})"
-    if version.compat["target_id"] != champion.compat["target_id"]:
-        return "it is for another target"
     try:
-        registry.open(version)
+        folder = registry.open(version)
     except ValueError as error:
         return str(error)
-    return None
+    theirs = version.compat["target_id"]
+    if theirs == champion.compat["target_id"]:
+        return None
+    if theirs != _former_id(cfg):
+        return "it is for another target"
+    if _replaced(cfg, version):
+        return None
+    return (
+        f"it carries {theirs}, a former id of this target that did not cover all bytes of the "
+        f"weights: `flywheel evaluate {folder}`, then `flywheel promote {folder}` tags it with "
+        "today's, even if the gate refuses it"
+    )
+
+
+def _former_id(cfg: Config) -> str:
+    """What the target was called before its id covered all bytes; empty where there is no target,
+    which a rollback does not need.
+    """
+    try:
+        return legacy_target_id(cfg.target_path)
+    except ValueError:
+        return ""
+
+
+def _replaced(cfg: Config, version: Version) -> bool:
+    """Whether a champion's evaluation compared with this version on the target of today's id: what
+    its former id leaves open was measured.
+    """
+    identity = target_id(cfg.target_path)
+    found = [r["evidence"] or {} for r in promotions.read(cfg.path("promotions"))]
+    return any(
+        (one.get("baseline") or {}).get("drafter_sha256") == version.sha256
+        and one.get("target_id") == identity
+        for one in found
+    )
 
 
 if __name__ == "__main__":

@@ -72,14 +72,17 @@ def as_request(prompt: Prompt, cfg: Config) -> Request:
 
 
 def captured(folder: Path) -> set[str]:
-    """Conversations in the capture files; a line cut by a kill counts as not captured."""
+    """Conversations in the capture files; a line that is cut, or no record, is not captured."""
     found = set()
     for path in sorted(folder.glob("[!.]*.jsonl")):
         for line in path.read_bytes().splitlines():
             try:
-                found.add(json.loads(line)["conversation_id"])
-            except (json.JSONDecodeError, UnicodeDecodeError, KeyError):
+                record = json.loads(line)
+            except (ValueError, RecursionError):
                 continue
+            name = record.get("conversation_id") if isinstance(record, dict) else None
+            if isinstance(name, str):
+                found.add(name)
     return found
 
 

@@ -2,8 +2,9 @@
 
 The proof: serve the target with the champion, send the held-out prompts again, replay what it
 answers and put the acceptance that vLLM counted beside it; compare the greedy text with and without
-the drafter, judged by two runs without it; choose K from measured cost and acceptance; measure the
-speed-up. Results are kept in <work>/verified; exits 1 where a limit is exceeded.
+the drafter, judged by a plain server that reads its own answers once more; choose K from measured
+cost and acceptance; measure the speed-up. Results are kept in <work>/verified; exits 1 where a
+limit is exceeded.
 """
 
 from pathlib import Path
@@ -15,10 +16,12 @@ from dflash.identity import target_id
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console
+from jobs.base.devices import require_fit
 from jobs.dataset.acceptance_rows import commit_served, stored_walks
 from jobs.dataset.samples import load_rows
 from jobs.dataset.slices import Row, Walks, pick, taus_by_slice
 from jobs.fleet.server_pool import MOST, Servers, require
+from jobs.proof.greedy_requests import servable
 from jobs.proof.kept_results import verify_path
 from jobs.proof.measurements import measure
 from jobs.proof.reference_check import check_reference
@@ -41,8 +44,10 @@ def run(cfg: Config) -> dict[str, Any]:
     if found is None:
         raise ValueError("there is no champion to verify: run `flywheel promote` first")
     version, folder = found
-    held_out = load_rows(cfg, cfg.evaluate.split, taps=read_config(folder).target_layer_ids)
+    shape = read_config(folder)
+    held_out = load_rows(cfg, cfg.evaluate.split, taps=shape.target_layer_ids)
     speed_domain(cfg, held_out)  # without a round there is nothing to serve
+    held_out = servable(cfg, held_out, max(cfg.serve.k or [shape.num_drafts]))
     sha = drafter_version(drafter_sha256(folder))
     rows, walks = stored_walks(cfg, sha, held_out)
     if len(rows) < len(held_out):
@@ -70,15 +75,19 @@ def published(cfg: Config, result: dict[str, Any]) -> dict[str, Any]:
 def prove(
     cfg: Config, folder: Path, version: str, rows: list[Row], walks: dict[int, Walks]
 ) -> dict[str, Any]:
-    """Decode, serve and measure; commit what was served; compare and conclude."""
+    """Serve and measure; commit what was served; replay, decode, conclude."""
     domain = speed_domain(cfg, rows)
     taus = {k: tau(pick(rows, walk, domain)) for k, walk in walks.items()}
     have = require(cfg, folder, 1, "verify")
-    reference = check_reference(cfg, folder, rows)
+    require_fit(cfg, "verify")
     with Servers(cfg, folder, min(have.servers, MOST)) as servers:
         measured = measure(cfg, servers, rows, taus)
     commit_served(cfg, folder, rows, measured.answers, f"verify-v{version}")
     compared = compare_served(cfg, folder, rows, measured.answers, measured.k)
+    if not compared.rounds:
+        raise ValueError(f"{compared.unchecked}: hold out longer answers, or set evaluate.split")
+    # Behind the servers: what torch has held of a GPU, it keeps.
+    reference = check_reference(cfg, folder, rows)
     return {
         **conclude(rows, measured, compared, reference),
         **chosen_k(measured, taus, taus_by_slice(rows, walks)),

@@ -14,8 +14,9 @@ dropped and counted, and nothing that fails here reaches a request.
 
 Environment: FLYWHEEL_CAPTURE_DIR; FLYWHEEL_CAPTURE_SAMPLE, the share of conversations kept
 (default 1); FLYWHEEL_CAPTURE_TARGET_ID and FLYWHEEL_CAPTURE_DRAFTER, copied into the records.
-Headers: X-Flywheel-Conversation, -Domain, -Tenant, -Language, -Consent (or the same names in the
-body's `metadata`). Any consent that is not a clear yes (store/consent.py) means: not recorded.
+Headers: X-Flywheel-Conversation, -Domain, -Tenant, -Language, -Consent, or the same names in the
+body's `metadata`. Any consent that is not a clear yes (store/consent.py), wherever ingest would
+look for it (store/privacy.py), means: not recorded.
 """
 
 import contextlib
@@ -33,6 +34,7 @@ from prometheus_client import Counter
 from serving import capture_request
 from serving.capture_request import Asked
 from serving.capture_writer import Exchange, OncePerMinute, Writer
+from store.ids import says_nothing
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -132,7 +134,7 @@ class Capture:
             _count("no_consent")
         elif asked is None or not asked.plain:
             _count("not_captured")
-        elif not _is_sampled(asked.labels["conversation"], self.sample):
+        elif not _is_sampled(asked.labels["conversation_id"], self.sample):
             _count("not_sampled")
         else:
             return asked
@@ -257,9 +259,11 @@ def _sampling_defaults(scope: Scope) -> dict[str, Any]:
 
 
 def _is_sampled(conversation: str | None, share: float) -> bool:
-    """The same for all requests of a conversation; by chance where a request names none."""
-    name = conversation or os.urandom(8).hex()
-    return zlib.crc32(name.encode()) < share * 2**32
+    """The same for all requests of a conversation; by chance where a request names none, also in
+    the words of clients that have no value ("None"): all of them would be one conversation.
+    """
+    named = None if says_nothing(conversation) else conversation
+    return zlib.crc32((named or os.urandom(8).hex()).encode()) < share * 2**32
 
 
 def _share(text: str) -> float:

@@ -5,9 +5,7 @@ Only the few fields below are decoded, so a body of 10 MB costs the event loop a
 the server's own parsing costs (bench/capture.py).
 """
 
-import hashlib
-import json
-import unicodedata
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +14,12 @@ import msgspec
 from pydantic import BaseModel
 
 from store.consent import consents
+from store.labels import labels
+from store.objects import KEYS, PLACES, copies, decode
+from store.privacy import answers
 from store.shaping import FIELDS, shaped_by
 
 HEADER = b"x-flywheel-"  # ASGI has header names in lower case
-LABELS = ("conversation", "domain", "language", "tenant")
-MAX_LABEL = 200
 # Content parts that reach the model as something other than the ids in the answer.
 NOT_TEXT = (
     "image_url",
@@ -37,6 +36,7 @@ NOT_TEXT = (
 # vLLM raises every temperature between 0 and this one to it.
 LOWEST_TEMPERATURE = 0.01
 
+_ESCAPED = re.compile(rb"\\u00[2-7]")  # a name may be written in escapes
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -74,7 +74,7 @@ class Asked:
     """One request for text."""
 
     fields: dict[str, Any]  # what Sampler and shaped_by read, as the client wrote it
-    labels: dict[str, str | None]  # LABELS, clean
+    labels: dict[str, str | None]  # store.labels
     said: bool  # whether consent was spoken of
     consents: bool
     plain: bool  # False: no echo of the prompt asked for, and nothing but text in it
@@ -90,10 +90,7 @@ class Asked:
         thinking = said.get("chat_template_kwargs", {}).get("enable_thinking", thinking)
         return Sampler.model_validate({**defaults, **said}).record() | {
             "shaped": shaped_by(self.fields, defaults),
-            "conversation_id": self.labels["conversation"],
-            "domain": self.labels["domain"],
-            "language": self.labels["language"],
-            "tenant": self.labels["tenant"],
+            **self.labels,
             "consent": True if self.said else None,
             "thinking": None if thinking is None else bool(thinking),
         }
@@ -113,16 +110,18 @@ def read(
     if not raw:
         return None
     fields = {name: msgspec.json.decode(raw[name]) for name in WANTED if name in raw}
-    told = _metadata(raw, body) + [
+    spoken = _spoken(raw, body)
+    told = [
         (name.decode("latin-1")[len(HEADER) :], _text(value))
         for name, value in headers
         if name.startswith(HEADER)
     ]
-    found = dict(told)  # headers win over metadata, the last copy over the others
-    said = [value for name, value in told if name == "consent"]
+    said = answers(spoken) + [value for name, value in told if name == "consent"]
+    metadata = [one for one in copies(spoken.get("metadata")) if isinstance(one, dict)]
     return Asked(
         fields=fields,
-        labels={name: _clean(found.get(name)) for name in LABELS},
+        # Headers win over metadata, the last copy over the others.
+        labels=labels([*(pair for one in metadata for pair in one.items()), *told]),
         said=any(value is not None for value in said),
         consents=consents(*said),
         plain=not fields.get("echo") and (text_only or _is_text(raw)),
@@ -145,20 +144,19 @@ def _is_text(raw: dict[str, msgspec.Raw]) -> bool:
     return not parts and "prompt_embeds" not in raw
 
 
-class _Pairs(list[tuple[str, Any]]):
-    """A JSON object with all its names, equal ones too."""
+def _spoken(raw: dict[str, msgspec.Raw], body: bytes) -> dict[Any, Any]:
+    """The members of the body that may speak of consent or hold labels, written once or more often.
 
-
-def _metadata(raw: dict[str, msgspec.Raw], body: bytes) -> list[tuple[str, Any]]:
-    """All (name, value) of the body's `metadata`, written once or more often."""
-    if "metadata" not in raw:
-        return []
-    if body.count(b'"metadata"') > 1 and b'"consent"' in body:  # a no could stand in any of them
-        whole = json.loads(body, object_pairs_hook=_Pairs)
-        found = [value for name, value in whole if name == "metadata"]
-    else:
-        found = [json.loads(bytes(raw["metadata"]), object_pairs_hook=_Pairs)]
-    return [pair for value in found if isinstance(value, _Pairs) for pair in value]
+    A no could stand in any copy of a member: then the whole body is read, which takes time.
+    """
+    names = [name for name in raw if name.lower() in KEYS or name.lower() in PLACES]
+    if not names:
+        return {}
+    twice = any(body.count(b'"%s"' % name.encode()) > 1 for name in names)
+    if _ESCAPED.search(body) or (twice and (b'onsent"' in body or b'ONSENT"' in body)):
+        whole = decode(body)
+        return {name: whole[name] for name in names}
+    return {name: decode(bytes(raw[name])) for name in names}
 
 
 def _text(value: bytes) -> str:
@@ -167,18 +165,3 @@ def _text(value: bytes) -> str:
         return value.decode()
     except UnicodeDecodeError:
         return value.decode("latin-1")
-
-
-def _clean(value: Any) -> str | None:
-    """A label in NFC, without control characters, at most MAX_LABEL long; None if nothing is left.
-
-    A longer one ends in a digest of the whole: two that differ stay two.
-    """
-    if value is None or isinstance(value, list | dict):
-        return None
-    text = unicodedata.normalize("NFC", str(value)).strip()
-    if len(text) > MAX_LABEL:
-        digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
-        text = f"{text[: MAX_LABEL - 17]}-{digest}"
-    broken = {"Cc", "Cs", "Zl", "Zp"}  # controls, lone surrogates, line and paragraph ends
-    return "".join("\ufffd" if unicodedata.category(c) in broken else c for c in text) or None

@@ -62,6 +62,10 @@ class Extractor:
         paths = [(output.kv_transfer_params or {})["hidden_states_path"] for output in outputs]
         return [self._split(one) for one in self._take(paths)]
 
+    def room(self) -> int:
+        """The most tokens of a sequence: each is a prompt, and one more token is asked for."""
+        return self.llm.llm_engine.model_config.max_model_len - 1
+
     def _take(self, paths: list[str]) -> list[Tensor]:
         from serving.connector import FINISHED
 

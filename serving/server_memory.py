@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -66,9 +67,21 @@ def weight_bytes(folder: str | os.PathLike, bytes_each: int) -> int:
     )
 
 
-def _header(path: Path) -> dict:
+def _header(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
     with path.open("rb") as file:
-        return json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            if length > size:
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length))
+            if not isinstance(header, dict):
+                raise ValueError("its header is no object")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path}: damaged, no safetensors file ({error}); copy it again"
+            ) from error
+    return header
 
 
 def server_bytes(folders: Sequence[str | os.PathLike], bytes_each: int, kv_cache_gib: int) -> int:

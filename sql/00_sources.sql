@@ -75,9 +75,10 @@ create view rejects as
 select file, "offset", reason, octet_length(raw) as raw_bytes
 from reject_rows;
 
--- Samples that harvest left out, per features key; detail is JSON: detail ->> 'wrong'.
+-- Samples that harvest left out, per features key; detail is JSON: detail ->> 'wrong'. backend and
+-- dtype computed the features, null in rows of before.
 create view set_aside as
-select sample_id, target_id, features_key, domain, reason, detail, tokens, found_at
+select sample_id, target_id, features_key, domain, reason, detail, tokens, found_at, backend, dtype
 from set_aside_rows;
 
 create view promotions as

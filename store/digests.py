@@ -55,10 +55,13 @@ class Digests:
     def get(self, log: Path) -> Digest | None:
         """The digest of a log that did not change since it was kept."""
         entry = self.known.get(str(log))
-        if not entry or entry["stamp"] != stamp(log):
-            return None
-        prefixes = {int(n): sha256 for n, sha256 in entry["prefixes"].items()}
-        return entry["bytes"], entry["sha256"], prefixes
+        try:
+            if not entry or entry["stamp"] != stamp(log):
+                return None
+            prefixes = {int(n): str(sha256) for n, sha256 in entry["prefixes"].items()}
+            return int(entry["bytes"]), str(entry["sha256"]), prefixes
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None  # of another form: the log is read again
 
     def keep(self, digests: dict[Path, tuple[list[int], Digest]]) -> None:
         """Write these, each with the stamp its file had before it was read."""

@@ -98,10 +98,7 @@ def open_shard(
 
     Raises ValueError otherwise: other features would train without any other sign.
     """
-    try:
-        file = pq.ParquetFile(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); {_AGAIN}") from error
+    file = _open(path)
     wanted = features_schema(target_id, target_layer_ids, hidden_size, top_k=top_k).metadata
     found = file.schema_arrow.metadata or {}
     for name, value in wanted.items():
@@ -213,7 +210,7 @@ class FeatureCache:
 
     def _read(self, where: "tuple[Path, int]") -> None:
         path, group = where
-        rows = _rows(pq.ParquetFile(path), path, group, self.width, self.wanted)
+        rows = _rows(_open(path), path, group, self.width, self.wanted)
         self.kept[where] = {name: self._cut(features) for name, features in rows}
         self.size += _bytes(self.kept[where])
         while self.size > self.budget and len(self.kept) > 1:
@@ -294,6 +291,14 @@ def _finite(hi: Any, lo: Any) -> bool:
     if high.max(initial=0) < 0x7F:
         return True
     return not bool((np.frombuffer(lo, np.uint8)[high == 0x7F] & 0x80).any())
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    """Also after it was there: `flywheel harvest` takes damaged files away meanwhile."""
+    try:
+        return pq.ParquetFile(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); {_AGAIN}") from error
 
 
 def _read_group(file: pq.ParquetFile, path: Path, group: int, columns: list[str]) -> pa.Table:

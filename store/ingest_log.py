@@ -4,7 +4,7 @@ No Ray and no torch here, so a worker that runs `ingest_log` starts in a moment.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from store.shards import (
     write_shard,
 )
 
+READING = 2
+"""Raised when the same bytes under the same rules become other rows: logs are then read again."""
 SHARD_TOKENS = 8_000_000  # about 32 MiB of ids in memory
 SHARD_REJECTS = 10_000
 MAX_REJECTS_BYTES = 4 << 20
@@ -41,13 +43,13 @@ def ingest_log(
     The manifest in rejects/ is the log's completion marker. It carries the counts and the traffic
     shards; those stay unpublished until the run as a whole is accepted.
     """
-    key = short_hash([sha256, asdict(rules)])
+    key = short_hash([READING, sha256, asdict(rules)])
     marker = read_manifest(rejects, key)
     if marker is not None:
-        entries = marker["detail"]["traffic"]
-        shards = [shard for entry in entries if (shard := _kept(traffic, entry))]
-        if len(shards) == len(entries):
-            return _result(marker, shards, reused=True)
+        shards = _all_kept(traffic, marker["detail"]["traffic"])
+        refused = _all_kept(rejects, marker["files"])
+        if shards is not None and refused is not None:
+            return _result(marker, shards, refused, reused=True)
     tally = Tally(log)
     good = _Shards(traffic, key, TRAFFIC, SHARD_TOKENS)
     bad = _Shards(rejects, key, REJECTS, SHARD_REJECTS)
@@ -61,15 +63,15 @@ def ingest_log(
             bad.add(row | {"reason": outcome.reason, "raw": raw}, 1)
         elif not isinstance(outcome, NotUsed):
             good.add(outcome, len(outcome["prompt_ids"]) + len(outcome["output_ids"]))
-    shards = good.close()
+    shards, refused = good.close(), bad.close()
     detail = {
         "counts": tally.counts,
         "names": tally.names,
         "examples": tally.examples,
         "traffic": [shard.entry() for shard in shards],
     }
-    inputs = {"bytes": size, "sha256": sha256, "rules": asdict(rules)}
-    return _result(write_manifest(rejects, key, bad.close(), inputs, detail), shards)
+    inputs = {"bytes": size, "sha256": sha256, "rules": asdict(rules), "reading": READING}
+    return _result(write_manifest(rejects, key, refused, inputs, detail), shards, refused)
 
 
 def _outcomes(log: Path, size: int, sha256: str, rules: Rules) -> Iterator[Outcome]:
@@ -153,6 +155,12 @@ class _Shards:
         self.rows, self.size = {}, 0
 
 
+def _all_kept(folder: Path, entries: list[dict[str, Any]]) -> list[ShardInfo] | None:
+    """The shards of these entries of a manifest; None if one is not there in full."""
+    shards = [shard for entry in entries if (shard := _kept(folder, entry))]
+    return shards if len(shards) == len(entries) else None
+
+
 def _kept(folder: Path, entry: dict[str, Any]) -> ShardInfo | None:
     """A shard as its marker describes it, if it is there in full: its bytes are not read again."""
     fields = {name: entry[name] for name in ("rows", "tokens", "bytes", "sha256")}
@@ -162,7 +170,10 @@ def _kept(folder: Path, entry: dict[str, Any]) -> ShardInfo | None:
 
 
 def _result(
-    marker: dict[str, Any], shards: list[ShardInfo], reused: bool = False
+    marker: dict[str, Any],
+    shards: list[ShardInfo],
+    refused: list[ShardInfo],
+    reused: bool = False,
 ) -> dict[str, Any]:
     detail = marker["detail"]
     return {
@@ -172,28 +183,75 @@ def _result(
         "names": detail["names"],
         "examples": detail["examples"],
         "shards": shards,
+        "refused": refused,
         "reused": reused,
     }
+
+
+def replaced(
+    live: Sequence[dict[str, Any]], result: dict[str, Any], prefixes: dict[int, str]
+) -> list[dict[str, Any]]:
+    """The manifests of the same log in a shorter state, or under other rules."""
+    return [
+        manifest
+        for manifest in live
+        if _work(manifest) != result["key"]
+        and prefixes.get(manifest["inputs"]["bytes"]) == manifest["inputs"]["sha256"]
+    ]
 
 
 def publish(traffic: Path, log: Path, result: dict[str, Any], prefixes: dict[int, str]) -> bool:
     """List a log's shards in traffic/. False if they were listed already.
 
-    Manifests of the same log in a shorter state, or under other rules, are replaced.
+    Manifests of the same log in a shorter state, or under other rules, are replaced. The files of
+    an older version of this program go: it may have taken what must not be kept. Others stay for
+    those who are reading them.
     """
-    live = read_manifests(traffic)
-    ours = [m["key"] for m in live if m["detail"]["work"] == result["key"]]
-    stale = [
-        m["key"]
-        for m in live
-        if m["detail"]["work"] != result["key"]
-        and prefixes.get(m["inputs"]["bytes"]) == m["inputs"]["sha256"]
-    ]
+    detail = {"log": str(log), "counts": result["counts"]}
+    stale = _list(traffic, result["shards"], result, prefixes, detail)
+    _remove(traffic, [m for m in stale or [] if m["inputs"].get("reading") != READING])
+    return stale is not None
+
+
+def settle(rejects: Path, result: dict[str, Any], prefixes: dict[int, str]) -> None:
+    """Let a log's rejects take the place of those of its shorter states and under other rules.
+
+    Their bytes go: former rules may have kept what must not be kept.
+    """
+    _remove(rejects, _list(rejects, result["refused"], result, prefixes, {}) or [])
+
+
+def _remove(folder: Path, replaced: list[dict[str, Any]]) -> None:
+    """Delete the files of replaced manifests that no other one lists."""
+    listed = {entry["file"] for m in read_manifests(folder) for entry in m["files"]}
+    for name in {entry["file"] for m in replaced for entry in m["files"]} - listed:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _list(
+    folder: Path,
+    shards: list[ShardInfo],
+    result: dict[str, Any],
+    prefixes: dict[int, str],
+    detail: dict[str, Any],
+) -> list[dict[str, Any]] | None:
+    """Publish the shards that a log gave; the manifests of it that they replace. None if they were
+    the only ones in force already.
+    """
+    live = read_manifests(folder)
+    ours = [m["key"] for m in live if _work(m) == result["key"]]
+    stale = replaced(live, result, prefixes)
     if ours and not stale:
-        return False
-    replaces = stale + ours
+        return None
+    replaces = [m["key"] for m in stale] + ours
     # Going back to former rules must not meet the manifest that was replaced: hence another key.
-    key = short_hash([result["key"], sorted(replaces)]) if replaces else result["key"]
-    detail = {"work": result["key"], "log": str(log), "counts": result["counts"]}
-    write_manifest(traffic, key, result["shards"], result["inputs"], detail, replaces)
-    return True
+    known = read_manifest(folder, result["key"]) is not None
+    key = short_hash([result["key"], sorted(replaces)]) if replaces or known else result["key"]
+    work = {"work": result["key"]}
+    write_manifest(folder, key, shards, result["inputs"], work | detail, replaces)
+    return stale
+
+
+def _work(manifest: dict[str, Any]) -> str:
+    """The key of the piece of work whose shards a manifest lists: a marker lists its own."""
+    return manifest["detail"].get("work", manifest["key"])

@@ -1,21 +1,34 @@
 """Fields of log records, checked one by one: what comes out fits its column."""
 
 import math
-import unicodedata
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 
 Record = dict[str, Any]
+MAX_DETAIL = 100  # characters
 
 
 class Refused(Exception):
-    """A record that is not used; `detail` names what was found instead (a model, a target)."""
+    """A record that is not used; `detail` names what was found instead (a model, a target).
 
-    def __init__(self, reason: str, detail: str = ""):
+    The reason is ours, the detail the client's: it is bounded and made visible.
+    """
+
+    def __init__(self, reason: str, detail: object = ""):
         super().__init__(reason)
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail = reason, shown(detail)
+
+
+def shown(value: object) -> str:
+    """What a log holds as one line that can be printed and stored, of MAX_DETAIL characters."""
+    text = f"a {type(value).__name__}" if isinstance(value, list | dict) else str(value)
+    line = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in text[: MAX_DETAIL + 1]
+    )
+    return line if len(line) <= MAX_DETAIL else line[:MAX_DETAIL] + "..."
 
 
 def ids(record: Record, name: str, vocab_size: int) -> np.ndarray:
@@ -36,21 +49,20 @@ def text(record: Record, name: str) -> str | None:
     value = record.get(name)
     if value is None:
         return None
-    if not isinstance(value, str):
+    if not _is_text(value):
         raise Refused(f"bad_field:{name}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON can carry lone surrogates, which Parquet text cannot
-        raise Refused(f"bad_field:{name}") from None
     return value
 
 
-def label(record: Record, name: str) -> str | None:
-    """A text that names a group: in one Unicode form (NFC), so that equal names are equal; none if
-    it is blank.
-    """
-    value = text(record, name)
-    return None if value is None else unicodedata.normalize("NFC", value).strip() or None
+def _is_text(value: Any) -> bool:
+    """JSON can carry lone surrogates, which Parquet text cannot."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def number(record: Record, name: str) -> float | None:
@@ -86,7 +98,7 @@ def names(record: Record, name: str) -> str | None:
     found = record.get(name)
     if found is None:
         return None
-    if not isinstance(found, list) or not all(isinstance(n, str) for n in found):
+    if not isinstance(found, list) or not all(map(_is_text, found)):
         raise Refused(f"bad_field:{name}")
     return ",".join(sorted(found))
 

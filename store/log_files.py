@@ -27,29 +27,31 @@ NAME = re.compile(r"\.jsonl([.-][^/]*)?$")
 """A log in a folder: capture.jsonl, and as it is rotated: .jsonl.1, .jsonl-20261129.gz."""
 UNFINISHED = (".tmp", ".part", ".swp")
 HEAD = 1 << 20
-_SERVER_LOG = re.compile(rb"^[^{\n]*\b(INFO|DEBUG)\b.*(Received request|Generated response)", re.M)
+PIECE = 64 << 10
+"""Bytes that are decompressed at once: as many may be lost before the place where a log is cut."""
+_SERVERS = re.compile(rb"\b(INFO|DEBUG)\b")
 
 
 def find_logs(patterns: list[str]) -> tuple[list[Path], dict[Path, list[str]]]:
     """(log files, each once, sorted; names that were left aside by folder).
 
-    Patterns are files, folders (their *.jsonl, rotated and compressed ones too) and globs. Raises
-    ValueError for one that names no file.
+    Patterns are files, folders (their *.jsonl, rotated and compressed ones too) and globs of files,
+    or of folders where no file matches. Raises ValueError for one that names no file.
     """
     found: set[Path] = set()
     aside: dict[Path, list[str]] = {}
     for pattern in patterns:
         path = Path(pattern)
-        if path.is_file():
-            matches = [path]
-        elif path.is_dir():
-            inside = [p for p in path.iterdir() if not p.name.startswith(".")]
-            matches = [p for p in inside if p.is_file() and _is_log(p.name)]
-            aside[path] = sorted(p.name + "/" * p.is_dir() for p in inside if p not in matches)
-        else:
-            matches = [Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file()]
+        named = [path] if path.exists() else [*map(Path, glob.glob(pattern, recursive=True))]
+        matches = [p for p in named if p.is_file()]
+        folders = [] if matches else [p for p in named if p.is_dir()]
+        for folder in folders:
+            inside = [p for p in folder.iterdir() if not p.name.startswith(".")]
+            logs = [p for p in inside if p.is_file() and _is_log(p.name)]
+            aside[folder] = sorted(p.name + "/" * p.is_dir() for p in inside if p not in logs)
+            matches += logs
         if not matches:
-            what = "no *.jsonl file in" if path.is_dir() else "no such file, folder or glob:"
+            what = "no *.jsonl file in" if folders else "no such file, folder or glob:"
             raise ValueError(
                 f"ingest.logs: {what} {pattern}; name your logs with ingest.logs=PATH, or capture "
                 "traffic with flywheel serve serve.capture=FOLDER"
@@ -74,7 +76,7 @@ def open_log(path: Path) -> BinaryIO:
         return io.BufferedReader(_Unpacked(file, _gunzip(file)), 1 << 20)
     if head.startswith(ZSTD):
         stream = pa.CompressedInputStream(pa.PythonFile(file), "zstd")
-        return io.BufferedReader(_Unpacked(file, iter(lambda: stream.read(1 << 20), b"")), 1 << 20)
+        return io.BufferedReader(_Unpacked(file, iter(lambda: stream.read(PIECE), b"")), 1 << 20)
     return file
 
 
@@ -125,7 +127,7 @@ class _Unpacked(io.RawIOBase):
 def _gunzip(file: BinaryIO) -> Iterator[bytes]:
     """Decompressed blocks of all members. Raises EOFError where a member is cut."""
     member = None
-    while data := file.read(64 << 10):
+    while data := file.read(PIECE):
         while data:
             member = member or zlib.decompressobj(wbits=31)
             yield member.decompress(data)
@@ -144,21 +146,61 @@ def other_kind(path: Path) -> str | None:
         if head.startswith(start):
             return kind
     body = head.removeprefix(b"\xef\xbb\xbf")
-    if re.match(rb"\s*\[\s*\{", body) and not _has_record(body):
+    if re.match(rb"\s*\[\s*\{", body) and (_is_array(body) or not _has_record(body)):
         if b'token_ids"' in body or b'"prompt_ids"' in body:
             return f"one JSON array; `jq -c '.[]' {path.name} > log.jsonl` makes lines of it"
         return "one JSON array"
     if re.match(rb"\s*\{\s*\n", body) and not _has_record(body):
         return "JSON over several lines; `jq -c .` makes lines of it"
-    return "the server's own text log" if _SERVER_LOG.search(body) else None
+    if any(
+        map(_is_servers, body.split(b"\n"))
+    ):  # standard output may hold both: then the records count
+        with open_log(path) as stream:
+            return None if any(map(_is_ours, stream)) else "the server's own text log"
+    return None
+
+
+def _is_servers(line: bytes) -> bool:
+    """Whether a line tells of a request as vLLM's own log does."""
+    said = b"Received request" in line or b"Generated response" in line
+    return said and _SERVERS.search(line.partition(b"{")[0]) is not None
+
+
+def _is_array(body: bytes) -> bool:
+    """Whether an array goes on behind its first element, or ends with it and the file.
+
+    Not so where the first line is a whole JSON value: then every line is looked at by itself.
+    """
+    first, _, rest = body.strip().partition(b"\n")
+    if rest and _value(first) is not None:
+        return False
+    text = body.decode("utf-8", "replace").lstrip()[1:].lstrip()
+    try:
+        end = json.JSONDecoder().raw_decode(text)[1]
+    except (ValueError, RecursionError):
+        return False
+    behind = text[end:].strip()
+    return behind.startswith(",") or behind == "]"
 
 
 def _has_record(body: bytes) -> bool:
     """Whether a line of its own is a JSON object."""
-    for line in body.split(b"\n"):
-        if line.startswith(b"{"):
-            try:
-                return isinstance(json.loads(line), dict)
-            except ValueError:
-                continue
-    return False
+    return any(map(_is_record, body.split(b"\n")))
+
+
+def _is_ours(line: bytes) -> bool:
+    """Whether a line has the names of one of the two shapes that are read (store.log_formats)."""
+    value = _value(line) if line.startswith(b"{") else None
+    return isinstance(value, dict) and ("v" in value or "request" in value)
+
+
+def _is_record(line: bytes) -> bool:
+    return line.startswith(b"{") and isinstance(_value(line), dict)
+
+
+def _value(line: bytes) -> Any:
+    """A line's JSON value; None if it is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

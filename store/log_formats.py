@@ -9,7 +9,6 @@ Served ids are the truth, so text is neither needed nor read.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,11 @@ from typing import Any
 from store import log_fields
 from store.consent import consents
 from store.ids import prompt_conversation, sample_id, says_nothing, split_of
+from store.labels import ALIASES, LABELS, labels
 from store.log_fields import Refused
 from store.log_files import damage, open_log
-from store.privacy import Copies, answers, marked, may_refuse, redacted
+from store.objects import TWICE, decode
+from store.privacy import answers, marked, may_refuse, redacted
 from store.reasons import MAX_LINE_BYTES, reason_of
 from store.shaping import shaped_by
 
@@ -30,7 +31,7 @@ MAX_REJECT_BYTES = 64 << 10
 # its tokens are the target's own; nothing labels an end of turn that never came.
 FINISH_REASONS = {"stop", "length", "tool_calls", "function_call", "repetition", "abort", None}
 
-METADATA = ("conversation_id", "domain", "language", "tenant", "target_id", "adapter")
+METADATA = (*LABELS, *ALIASES, "target_id", "adapter")
 """What the openai shape reads from the request's metadata; consent is looked at before."""
 TEXT_KEYS = {"messages", "conversation", "conversations", "prompt", "completion", "instruction"}
 """Any of them in an object of no known shape: a conversation as text."""
@@ -58,7 +59,7 @@ class Reject:
     """
 
     offset: int
-    reason: str  # of store.reasons, for some with the field's name: "bad_field:top_k"
+    reason: str  # of store.reasons, or with the name of our own field: "bad_field:top_k"
     raw: bytes
     detail: str = ""  # what was found instead
 
@@ -177,37 +178,19 @@ def _rejected(offset: int, refused: Refused, raw: bytes) -> Reject | NotUsed:
 
 
 _UNREADABLE = object()
-_TWICE = object()  # under this key: the names that stand in one object with two values
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
-    """A JSON object; keys that stand in it twice are not silently the last one's."""
-    found: dict[Any, Any] = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    for key in dict(pairs):
-        values = [value for name, value in pairs if name == key]
-        if len(values) > 1 and key.lower().endswith("consent"):
-            found[key] = Copies(values)
-        elif any(value != values[0] for value in values):
-            found.setdefault(_TWICE, []).append(key)
-    return found
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_pairs)
 
 
 def _load(line: bytes) -> Any:
     try:
-        return _DECODER.decode(line.decode("utf-8", "surrogatepass"))
+        return decode(line)
     except (ValueError, RecursionError):
         return _UNREADABLE
 
 
 def _check_once(*objects: dict[Any, Any]) -> None:
     for found in objects:
-        if _TWICE in found:
-            raise Refused(f"duplicate_field:{found[_TWICE][0]}")
+        if TWICE in found:
+            raise Refused("duplicate_field", found[TWICE][0])
 
 
 def _records(value: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
@@ -224,6 +207,7 @@ def _records(value: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
 
 
 def _from_openai(request: dict[str, Any], response: dict[str, Any]) -> list[dict[str, Any]]:
+    _check_once(request, response)
     choices = response.get("choices")
     if response.get("error") and not choices:
         raise Refused("finish_error")
@@ -235,7 +219,7 @@ def _from_openai(request: dict[str, Any], response: dict[str, Any]) -> list[dict
     template = request.get("chat_template_kwargs") or {}
     if not isinstance(metadata, dict) or not isinstance(template, dict):
         raise Refused("bad_field:metadata")
-    _check_once(request, response, metadata, template, *choices)
+    _check_once(metadata, template, *choices)
     shared = {name: request.get(name) for name in ("temperature", "top_p", "top_k", "seed")}
     shared |= {name: metadata.get(name) for name in METADATA}
     shared |= {
@@ -271,16 +255,17 @@ def _row(record: dict[str, Any], source: str, rules: Rules) -> Row:
         raise Refused("empty_loss_mask")
     if len(output) < rules.min_output_tokens:
         raise Refused("short_output")
-    named = log_fields.label(record, "conversation_id")
-    by_prompt = prompt_conversation(prompt)
-    conversation = by_prompt if says_nothing(named) else str(named)
+    named, by_prompt = labels(record.items()), prompt_conversation(prompt)
+    conversation = named["conversation_id"] or by_prompt
+    if says_nothing(conversation):
+        conversation = by_prompt
     shares = rules.val_percent, rules.test_percent
     return {
         "sample_id": sample_id(rules.target_id, prompt, output),
         "conversation_id": conversation,
         "split": split_of(conversation, *shares),
         "split_by_prompt": split_of(by_prompt, *shares),
-        "domain": log_fields.label(record, "domain") or rules.default_domain,
+        "domain": named["domain"] or rules.default_domain,
         "source": source,
         "captured_at": log_fields.time(record, "captured_at"),
         "target_id": rules.target_id,
@@ -294,11 +279,11 @@ def _row(record: dict[str, Any], source: str, rules: Rules) -> Row:
         "top_k": log_fields.integer(record, "top_k", 31),
         "seed": log_fields.integer(record, "seed", 63),
         "thinking": log_fields.flag(record, "thinking"),
-        "tenant": log_fields.label(record, "tenant"),
+        "tenant": named["tenant"],
         "repeat_count": 1,
         "request_id": log_fields.text(record, "request_id"),
         "adapter": None,
-        "language": log_fields.label(record, "language"),
+        "language": named["language"],
         "shaped": log_fields.names(record, "shaped"),
         "model": model,
     }
@@ -311,14 +296,14 @@ def _model(record: dict[str, Any], rules: Rules) -> str | None:
     """
     target = log_fields.text(record, "target_id")
     if target not in (None, rules.target_id, *rules.former_ids):
-        raise Refused("other_target", str(target))
+        raise Refused("other_target", target)
     if record.get("adapter") is not None:
-        raise Refused("adapter", str(record["adapter"]))
+        raise Refused("adapter", record["adapter"])
     model, asked = log_fields.text(record, "model"), log_fields.text(record, "asked_model")
-    if rules.models:
+    if rules.models and target is None:
         if model is not None and model not in rules.models:
             raise Refused("not_in_models", model)
         return model
-    if asked not in (None, model):
+    if asked not in (None, model) and model not in rules.models:
         raise Refused("other_model", f"{model}, asked for {asked}")
     return model if target is None else None

@@ -111,11 +111,15 @@ def _look(path: Path, opened: Opened, found: Mended) -> ShardInfo | None:
 
 
 def _leftovers(folder: Path, opened: Opened) -> list[ShardInfo]:
-    """Complete shards that nothing publishes, whole, of samples that nothing else has."""
+    """Complete shards that nothing publishes, whole, of samples that nothing else has.
+
+    One whose samples are all published can never join, so it goes: features are large.
+    """
     listed = {entry["file"] for m in read_manifests(folder) for entry in m["files"]}
-    taken: set[str] = set()
+    published: set[str] = set()
     for name in listed:
-        taken |= _names(opened(folder / name))
+        published |= _names(opened(folder / name))
+    taken = set(published)
     left = []
     for path in sorted(folder.glob("[!.]*.parquet")):
         if path.name in listed:
@@ -123,7 +127,9 @@ def _leftovers(folder: Path, opened: Opened) -> list[ShardInfo]:
         try:
             file = opened(path)
             names = _names(file)
-            if names.isdisjoint(taken) and not find_faults(path, file):
+            if names <= published:
+                path.unlink(missing_ok=True)
+            elif names.isdisjoint(taken) and not find_faults(path, file):
                 left.append(shard_info(path))
                 taken |= names
         except ValueError:

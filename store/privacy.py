@@ -1,47 +1,75 @@
 """What must not be kept: records whose owner did not agree, and what somebody has redacted.
 
 Looked at before anything else can refuse a record or copy its bytes. The rule for one value is
-store.consent; here is where a log may say it.
+store.consent; here is where a request or a log may say it, one rule for the capture and for ingest.
 """
 
-import json
 import re
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
-from store.consent import consents
+from store.consent import YES, consents
+from store.objects import KEYS, PLACES, TWICE, copies
 
-KEYS = frozenset({"consent", "x-flywheel-consent"})
-_PLACES = frozenset({"metadata", "headers", "extra_body", "request", "response"})
+# What may follow the name of the consent, in lower case: the value of a JSON object or of a Python
+# dict; where the name is a whole text, also the next one of a pair, or `"value":` of a header in
+# HAR; without quotes the rest of the line. A name that the bytes end behind has no value.
 _KEY = re.compile(
-    rb"""consent\\*"\s*(?:$|:\s*(?:\\*"(?P<text>[^"\\]*)(?P<end>\\*")?|(?P<bare>[^",}\]\s]*)))""",
-    re.IGNORECASE,
+    rb"""(?:(?<=["'])(?P<whole>(?:x-flywheel-)?))?consent(?:"""
+    rb"""\\*["']\s*(?:$|(?(whole)[:=,}\])]|[:=])\s*(?:\\*["']value\\*["']\s*:\s*)?"""
+    rb"""(?:b?\\*["'](?P<text>[^"'\\]*)(?P<end>\\*["'])?|(?P<bare>[^"',}\])\s]*)))"""
+    rb"""|\s*(?:$|[:=]\s*(?P<line>[^\r\n]*)))"""
 )
 _ESCAPE = re.compile(rb"\\u00([2-7][0-9a-fA-F])")
+# Every repetition ends where the next begins: a line of brackets must not take for ever.
 _MARK = re.compile(
-    r"redacted-by-\w|[\[<{*]+\s*(?:\w+[ _:-])?REDACTED\s*[\]>}*]+"
-    r"|[\[<{*]+\s*REDACTED(?:[ _:-]+\w+){1,3}\s*[\]>}*]+",
+    r"redacted-by-\w|[\[<{*]\s*(?:\w+[ _:-])?REDACTED\s*[\]>}*]"
+    r"|[\[<{*]\s*REDACTED(?:[ _:-]+[^\W_]+){1,9}_*\s*[\]>}*]",
     re.IGNORECASE,
 )
 _FLAG = re.compile(rb"\"redacted\"\s*:\s*true")
+_SILENT = {"null", "none"}
 
 
-class Copies(list):
-    """The values of a key that stands in one object more than once."""
+def answers(value: Any) -> list[Any]:
+    """All that an object says about consent: its own fields, and those of its request's and
+    response's metadata and headers, under any spelling of the name.
 
-
-def answers(value: dict[str, Any]) -> list[Any]:
-    """All that a line says about consent: its own fields, and those of its request's and response's
-    metadata and headers, under any spelling of the key.
+    Headers may be an object, a list of pairs, or of {"name": .., "value": ..} as in HAR. A text
+    where an object belongs is a no if it may hold one.
     """
-    found = []
-    for key, part in value.items():
-        name = _lower(key)
-        if name in KEYS:
-            found += part if isinstance(part, Copies) else [part]
-        elif name in _PLACES and isinstance(part, dict):
-            found += answers(part)
+    found: list[Any] = []
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            found += [False] * may_refuse(part.encode("utf-8", "surrogatepass"))
+            continue
+        for name, inner in _members(part):
+            name = _lower(name)
+            if name in KEYS:
+                found += copies(inner)
+            elif name in PLACES:
+                left += copies(inner)
     return found
+
+
+def _members(part: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(part, dict):
+        return part.items()
+    return _of_list(part) if isinstance(part, list) else ()
+
+
+def _of_list(part: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Of headers as a list; what is no pair is looked at by itself."""
+    for one in part:
+        if isinstance(one, dict) and isinstance(one.get("name"), str):
+            yield one["name"], one.get("value")
+        elif isinstance(one, list) and len(one) == 2 and isinstance(one[0], str):
+            yield one[0], one[1]
+        else:
+            yield "headers", one
 
 
 @lru_cache(1024)  # every record has the same keys
@@ -52,17 +80,22 @@ def _lower(key: Any) -> str:
 def may_refuse(raw: bytes) -> bool:
     """Whether bytes that cannot be read as a record hold a consent that is no clear yes.
 
-    A value that is cut counts as a no, and so does a key without one. null says nothing.
+    A value that is cut counts as a no, and so does a name without one. null says nothing. In doubt
+    it is a no: a line too few is kept for those who look for the damage.
     """
     if b"\\u00" in raw:  # a key may be written in escapes
         raw = _ESCAPE.sub(lambda found: bytes([int(found[1], 16)]), raw)
-    return not all(map(_is_clear, _KEY.finditer(raw)))
+    raw = raw.lower()
+    return b"consent" in raw and not all(map(_is_clear, _KEY.finditer(raw)))
 
 
 def _is_clear(found: re.Match[bytes]) -> bool:
     if found["text"] is not None:
         return found["end"] is not None and consents(found["text"].decode("utf-8", "replace"))
-    return found["bare"] in (b"null", b"true", b"1")
+    if found["line"] is not None:
+        line = found["line"].decode("utf-8", "replace").strip()
+        return line in _SILENT or consents(line)
+    return (found["bare"] or b"").decode("utf-8", "replace") in YES | _SILENT
 
 
 def marked(raw: bytes) -> bool:
@@ -83,6 +116,22 @@ def redacted(value: dict[str, Any], raw: bytes) -> bool:
     if not isinstance(request, dict) or not isinstance(response, dict):
         return "v" not in value  # a capture record holds no text: the mark is in a label
     texts = [request.get("messages"), request.get("prompt"), response.get("choices")]
-    return bool(_FLAG.search(raw)) or any(
-        _MARK.search(json.dumps(text)) for text in texts if text is not None
-    )
+    return bool(_FLAG.search(raw)) or _holds_mark(texts)
+
+
+def _holds_mark(texts: list[Any]) -> bool:
+    """Whether a text somewhere in them, however deep, carries a mark. What stands under one name
+    twice may be the text that is gone: it counts as one.
+    """
+    left = [*texts]
+    while left:
+        part = left.pop()
+        if isinstance(part, str) and _MARK.search(part):
+            return True
+        if isinstance(part, dict):
+            if TWICE in part:
+                return True
+            left += [*part, *part.values()]
+        elif isinstance(part, list):
+            left += part
+    return False

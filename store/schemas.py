@@ -40,7 +40,7 @@ TRAFFIC = pa.schema(
         ("split_by_prompt", pa.string()),  # `split` if the label of the conversation says nothing
     ]
 )
-LATER = ("language", "shaped", "split_by_prompt")
+LATER = ("language", "shaped", "split_by_prompt", "backend", "dtype")
 """Columns that older shards do not have: read as null."""
 
 FEATURES = pa.schema(
@@ -69,6 +69,11 @@ SET_ASIDE = pa.schema(
         ("detail", pa.string()),  # JSON: the numbers that decided
         ("tokens", pa.int32()),  # prompt + output
         ("found_at", TIMESTAMP),
+        (
+            "backend",
+            pa.string(),
+        ),  # harvest.backend; null: an older row
+        ("dtype", pa.string()),  # that it computed in
     ]
 )
 
@@ -78,7 +83,7 @@ ACCEPTANCE = pa.schema(
         ("sample_id", pa.string()),
         ("conversation_id", pa.string()),
         ("origin", pa.string()),  # replay | decode | served
-        ("drafter_version", pa.string()),  # store.ids.drafter_version of the weights
+        ("drafter_version", pa.string()),  # of dflash.checkpoint.drafter_sha256
         ("target_id", pa.string()),
         ("domain", pa.string()),
         ("k", pa.int32()),

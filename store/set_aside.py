@@ -1,5 +1,10 @@
-"""Samples that harvest left out, by features key: narrow rows, never tried again under that key."""
+"""Samples that harvest left out, by features key: narrow rows, one a sample.
 
+They are not tried again under that key, but for those whose fault may be the engine's
+(jobs/harvesting/screening.py): another backend or dtype tries them, and what is fit then leaves.
+"""
+
+from collections.abc import Collection
 from pathlib import Path
 
 import pyarrow as pa
@@ -7,23 +12,33 @@ import pyarrow.compute as pc
 
 from store.ids import short_hash
 from store.schemas import SET_ASIDE
-from store.shards import is_complete, read_dataset, shard_info, write_manifest, write_shard
+from store.shards import read_dataset, read_manifests, write_manifest, write_shard
 
 
-def write_set_aside(folder: Path, rows: list[dict]) -> None:
-    """Publish SET_ASIDE rows of one features key. The same samples again change nothing."""
-    if not rows:
+def write_set_aside(
+    folder: Path, features_key: str, rows: list[dict], fit: Collection[str] = ()
+) -> None:
+    """Publish SET_ASIDE rows of one features key beside those of before, each sample's newest.
+
+    fit: ids of samples with features; what was found wrong with them is over.
+    """
+    before = read_set_aside(folder, features_key)
+    left = {name: row for name, row in before.items() if name not in fit}
+    now = left | {row["sample_id"]: row for row in rows}
+    if now == before:
         return
-    rows = sorted(rows, key=lambda row: row["sample_id"])
-    key = short_hash([rows[0]["features_key"], [row["sample_id"] for row in rows]])
-    path = folder / f"{key}.parquet"
-    table = pa.Table.from_pylist(rows, schema=SET_ASIDE)
-    shard = shard_info(path) if is_complete(path) else write_shard(path, table)
-    write_manifest(folder, key, [shard], {"features_key": rows[0]["features_key"]})
+    live = read_manifests(folder)
+    replaces = [m["key"] for m in live if m["inputs"].get("features_key") == features_key]
+    ordered = [now[name] for name in sorted(now)]
+    found = [[row["sample_id"], str(row["found_at"])] for row in ordered]
+    key = short_hash([features_key, replaces, found])
+    table = pa.Table.from_pylist(ordered, schema=SET_ASIDE)
+    shards = [write_shard(folder / f"{key}.parquet", table)] if now else []
+    write_manifest(folder, key, shards, {"features_key": features_key}, replaces=replaces)
 
 
 def read_set_aside(folder: Path, features_key: str) -> dict[str, dict]:
-    """SET_ASIDE rows of this features key by sample id, the first found of each."""
+    """SET_ASIDE rows of this features key by sample id, the newest of each."""
     mine = pc.field("features_key") == features_key
     rows = read_dataset(folder, SET_ASIDE, filters=mine).sort_by("found_at").to_pylist()
-    return {row["sample_id"]: row for row in reversed(rows)}
+    return {row["sample_id"]: row for row in rows}

@@ -9,7 +9,6 @@ A manifest may replace older ones (a log that has grown, other settings); reader
 the manifests that nothing replaces. Files that no manifest lists are never read.
 """
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dflash.identity import file_sha256
 from store import files
 from store.schemas import LATER, count_tokens
 
@@ -40,12 +40,6 @@ class ShardInfo:
         """As it stands in a manifest: the file's name instead of its path, so folders can move."""
         fields = asdict(self)
         return {"file": fields.pop("path").name, **fields}
-
-
-def file_sha256(path: Path) -> str:
-    """Hex sha256 of a file's bytes."""
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_shard(path: Path, table: pa.Table) -> ShardInfo:

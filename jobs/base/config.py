@@ -86,7 +86,9 @@ class Ingest:
     )
     test_percent: int = setting(10, "share of conversations held out for evaluation", minimum=0)
     max_reject_rate: float = setting(
-        0.05, "stop when a larger share of records is damaged or cannot be trusted", minimum=0
+        0.05,
+        "stop when a larger share of records, beyond chance, is damaged or cannot be trusted",
+        minimum=0,
     )
 
     def __post_init__(self) -> None:
@@ -159,11 +161,16 @@ class Train:
         "drafter folder to start from, z-lab's or speculators' format; empty: a new one",
         path=True,
     )
-    steps: int = setting(260, "optimizer steps; 0 exports the base as it is", minimum=0)
+    steps: int = setting(220, "optimizer steps; 0 exports the base as it is", minimum=0)
     batch_size: int = setting(4, "samples in a step, over all workers", minimum=1)
     anchors: int = setting(32, "random anchors per sample and step", minimum=1)
     max_length: int = setting(
         0, "train on the first so many tokens of a sample, prompt included; 0: all", minimum=0
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "what products run in; weights stay float32; auto: the target's dtype on a GPU or with "
+        "AMX, float32 on other CPUs",
     )
     optimizer: Literal["muon", "adamw"] = setting(
         "muon", "muon: matrices by Muon, vectors by AdamW"
@@ -368,7 +375,7 @@ class Serve:
 class Demo:
     """The simulated clients of the demo."""
 
-    tickets: int = setting(220, "prompts of the narrow domain", minimum=1)
+    tickets: int = setting(180, "prompts of the narrow domain", minimum=1)
     general: int = setting(20, "prompts of the general domain", minimum=1)
     max_tokens: int = setting(80, "longest answer", minimum=8)
     concurrency: int = setting(32, "clients at the same time", minimum=1)

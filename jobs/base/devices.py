@@ -45,3 +45,12 @@ def served_dtype(cfg: Config) -> torch.dtype:
 def dtype_name(cfg: Config) -> str:
     """The name of the dtype that vLLM computes in."""
     return str(served_dtype(cfg)).removeprefix("torch.")
+
+
+def require_fit(cfg: Config, stage: str) -> None:
+    """Raise ValueError unless this process can hold the target itself, in its compute dtype."""
+    if why := unfit(cfg, compute_dtype(cfg)):
+        raise ValueError(
+            f"{stage} reads what was served with the target itself, in this process: {why}; stop "
+            "other programs, or set target.device=cpu or target.dtype=bfloat16"
+        )

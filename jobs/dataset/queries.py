@@ -11,7 +11,7 @@ import sql
 from jobs.base.config import Config
 from store import promotions
 from store.schemas import ACCEPTANCE, REJECTS, SET_ASIDE, TRAFFIC
-from store.shards import shard_paths
+from store.shards import read_dataset, shard_paths
 from store.traffic_table import read_traffic
 
 FOLDER = Path(next(iter(sql.__path__)))
@@ -23,7 +23,6 @@ SOURCES = "00_sources.sql"
 DATASETS = {
     "acceptance_rows": ("acceptance", ACCEPTANCE),
     "reject_rows": ("rejects", REJECTS),
-    "set_aside_rows": ("set_aside", SET_ASIDE),
 }
 
 
@@ -56,6 +55,8 @@ def connect(cfg: Config, with_traffic: bool) -> duckdb.DuckDBPyConnection:
             connection.register(view, schema.empty_table())  # a glob over nothing is an error
     traffic = read_traffic(cfg.path("traffic")) if with_traffic else TRAFFIC.empty_table()
     connection.register("traffic_rows", traffic)
+    aside = read_dataset(cfg.path("set_aside"), SET_ASIDE)  # with the columns of today
+    connection.register("set_aside_rows", aside)
     connection.register("promotion_rows", promotions.read_table(cfg.path("promotions")))
     connection.execute((FOLDER / SOURCES).read_text())
     return connection

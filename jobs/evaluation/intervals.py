@@ -43,7 +43,9 @@ class Estimate:
         """The smallest true value that such an interval excludes 0 for, 4 times out of 5; None if
         all conversations say the same, so that nothing is known about others.
         """
-        return _reach() * self.error if self.error else None
+        if self.error is None or self.error < ROUNDING:  # equal ratios may leave a 4e-17
+            return None
+        return _reach() * self.error
 
     def conversations_for(self, effect: float) -> int | None:
         """Conversations of this kind that make `effect` detectable; None if nothing is known."""

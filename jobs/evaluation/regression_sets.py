@@ -212,7 +212,7 @@ def regression(cfg: Config, sides: Sequence[Side], borrowed: Borrowed) -> dict[s
         taps: load_sets(cfg.override("drafter", taps=list(taps)))
         for taps in dict.fromkeys(side.taps for side in sides)
     }
-    found = {}
+    found, skipped = {}, dict(sets[sides[0].taps].skipped)
     for name in sets[sides[0].taps].answered:
         walked: list[dict[tuple[str, str], tuple[Row, list[int]]]] = []
         for side in sides:
@@ -222,5 +222,12 @@ def regression(cfg: Config, sides: Sequence[Side], borrowed: Borrowed) -> dict[s
             walked.append(dict(zip(keys, zip(rows, walks, strict=True), strict=True)))
         both = [key for key in walked[0] if all(key in other for other in walked)]
         walks = [[one[key][1] for key in both] for one in walked]
+        if not any(walks[0]):
+            skipped[name] = (
+                "every answer is a single token, so there is no round"
+                if both
+                else "harvest set all of its answers aside"
+            )
+            continue
         found[name] = compare(cfg, [walked[0][key][0] for key in both], sides, walks)
-    return {"regression": found, "regression_skipped": sets[sides[0].taps].skipped}
+    return {"regression": found, "regression_skipped": skipped}

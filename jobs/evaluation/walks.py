@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -14,18 +17,23 @@ from jobs.base.drafter_shape import drafter_config
 from jobs.dataset.slices import Row
 from jobs.evaluation.drafters import (
     Borrowed,
+    Side,
     load_on,
 )
+from jobs.training.runs import learned
 from store.leakage import leaking
 from store.traffic_table import read_traffic
 
 
-def leaks(cfg: Config, identity: str, rows: list[Row]) -> dict[str, int]:
-    """How many of the held-out rows share their text with training rows."""
-    train, asked = (
-        read_traffic(cfg.path("traffic"), identity, split)
-        for split in ("train", cfg.evaluate.split)
-    )
+def leaks(cfg: Config, identity: str, rows: list[Row], sides: Sequence[Side]) -> dict[str, int]:
+    """How many of the held-out rows share their text with what these drafters have learned: the
+    train split, and what a run learned before a later log moved it to this split.
+    """
+    names = [*(side.folder.name for side in sides), Path(cfg.train.base).name]
+    pinned = pa.array(sorted(set().union(*(learned(cfg, n) for n in names if n))), pa.string())
+    table = read_traffic(cfg.path("traffic"), identity)
+    train = table.filter((pc.field("split") == "train") | pc.field("sample_id").isin(pinned))
+    asked = table.filter(pc.field("split") == cfg.evaluate.split)
     known = leaking(train, asked) & {row["sample_id"] for row in rows}
     return {"leaking": len(known), "samples": len(rows)}
 

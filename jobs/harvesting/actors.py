@@ -45,7 +45,8 @@ def by_actors(cfg: Config, folder: Path, chunks: Sequence[pa.Table]) -> Iterator
 def actor_share(cfg: Config, nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """CPUs and GPUs that each actor gets, such that all fit on the nodes of the cluster.
 
-    Raises ValueError for more harvest.workers than CPUs, or than GPUs where they are used.
+    Raises ValueError for more harvest.workers than CPUs, or than GPUs where they are used, and
+    where no nodes have both.
     """
     workers = cfg.harvest.workers
     resources = [node["Resources"] for node in nodes if node["Alive"]]
@@ -62,7 +63,13 @@ def actor_share(cfg: Config, nodes: Sequence[Mapping[str, Any]]) -> dict[str, fl
             f"harvest.workers={workers}, but Ray has {gpus} GPUs, one for each: lower it, or set "
             "target.device=cpu"
         )
-    threads = cpus_each(nodes, workers)
+    threads = cpus_each(nodes, workers, int(use_gpus))
+    if not threads:  # the sums suffice, the nodes do not: Ray would wait without a word
+        raise ValueError(
+            f"harvest.workers={workers}, but Ray has no nodes for so many with a GPU and a CPU "
+            f"each ({gpus} GPUs are on nodes with too few CPUs): lower it, or start those nodes "
+            "with more CPUs (ray start --num-cpus)"
+        )
     if not cfg.ray.address:  # this machine: what torch was told (OMP_NUM_THREADS) holds
         threads = min(threads, torch.get_num_threads())
     return {"num_cpus": threads, "num_gpus": int(use_gpus)}

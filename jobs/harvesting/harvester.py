@@ -12,11 +12,22 @@ import torch
 from torch import Tensor
 
 from dflash.identity import target_id
-from dflash.target_model import Features, Target, load_borrowed, load_target, top_logprobs
+from dflash.target_model import (
+    Features,
+    Target,
+    load_borrowed,
+    load_target,
+    resolve_dtype,
+    top_logprobs,
+)
 from jobs.base.config import Config
 from jobs.base.devices import compute_device, compute_dtype, served_dtype
 from jobs.base.target_facts import target_config, target_taps
-from jobs.harvesting.screening import Fault, screen
+from jobs.harvesting.screening import (
+    Fault,
+    screen,
+    too_long,
+)
 from store.features import features_row, top_row
 from store.ids import short_hash
 from store.schemas import features_schema
@@ -33,6 +44,10 @@ class Backend(Protocol):
 
     def features(self, batch: Sequence[Sequence[int]], taps: Sequence[int]) -> list[Features]:
         """Tap outputs and last hidden states of each sequence."""
+        ...
+
+    def room(self) -> float:
+        """The most tokens of a sequence."""
         ...
 
 
@@ -52,18 +67,24 @@ class Harvester:
         torch.set_num_threads(threads)
         self.cfg, self.taps = cfg, target_taps(cfg)
         self.identity = target_id(cfg.target_path)
+        self.engine = engine(cfg)
         self.backend, self.head = make_backend(cfg)
 
     def shard(self, folder: Path, rows: list[Row]) -> Harvested:
         """Harvest `rows` into one shard of `folder`; without one if all of them are set aside."""
         top_k, made = self.cfg.harvest.top_k, {}
-        done = Harvested()
-        for batch in batches(rows, self.cfg.harvest.batch_tokens):
+        done, fit = Harvested(), []
+        for row in rows:
+            if fault := too_long(row, self.backend.room()):
+                done.aside.append(self._aside(row, folder, fault))
+            else:
+                fit.append(row)
+        for batch in batches(fit, self.cfg.harvest.batch_tokens):
             ids = [[*row["prompt_ids"], *row["output_ids"]] for row in batch]
             for row, features in zip(batch, self.backend.features(ids, self.taps), strict=True):
                 fault = screen(row, features, self.head)
                 if fault:
-                    done.aside.append(aside_row(row, self.identity, folder.name, fault))
+                    done.aside.append(self._aside(row, folder, fault))
                 else:
                     made[row["sample_id"]] = feature_row(row, features, self.head, top_k)
         if made:
@@ -74,6 +95,9 @@ class Harvester:
             write_shard(path, pa.Table.from_pylist(kept, schema=schema))
             done.paths, done.samples = [path], len(kept)
         return done
+
+    def _aside(self, row: Row, folder: Path, fault: Fault) -> Row:
+        return aside_row(row, self.identity, folder.name, fault) | self.engine
 
 
 def make_backend(cfg: Config) -> tuple[Backend, Tensor]:
@@ -86,6 +110,19 @@ def make_backend(cfg: Config) -> tuple[Backend, Tensor]:
         return Extractor(cfg.target_path, target_taps(cfg), dtype), head
     target: Target = load_target(cfg.target_path, compute_dtype(cfg), compute_device(cfg))
     return target, target.head
+
+
+def engine(cfg: Config) -> dict[str, str]:
+    """What computes the features, as SET_ASIDE rows name it: `backend` and `dtype`.
+
+    No ValueError without a GPU: the driver of a cluster has none, and asks, too.
+    """
+    if cfg.harvest.backend == "vllm":
+        dtype = served_dtype(cfg)
+    else:
+        device = cfg.target.device
+        dtype = resolve_dtype(cfg.target.dtype, compute_device(cfg) if device == "auto" else device)
+    return {"backend": cfg.harvest.backend, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def feature_row(row: Row, features: Features, head: Tensor, top_k: int = 0) -> Row:

@@ -13,11 +13,12 @@ from jobs.base.console import console, print_table
 from jobs.base.target_facts import target_config, target_taps
 from jobs.dataset.samples import features_folder, none_of_target
 from jobs.harvesting.actors import harvest_rows
-from jobs.harvesting.harvester import Row
-from jobs.harvesting.screening import REASONS, exceeds, too_many
+from jobs.harvesting.harvester import Row, engine
+from jobs.harvesting.screening import REASONS, TOO_LONG, is_settled, too_many
 from store.features import open_shard
 from store.files import sweep
 from store.mending import mend, publish, remember
+from store.rates import exceeds
 from store.schemas import features_columns
 from store.set_aside import read_set_aside, write_set_aside
 from store.shards import read_dataset, shard_info
@@ -37,8 +38,9 @@ class Outcome:
 
     def check_rate(self, limit: float) -> None:
         """Raise ValueError if the share that is set aside is established above `limit`."""
-        if exceeds(len(self.aside), self.samples, limit):
-            raise ValueError(too_many(self.aside, self.samples, limit))
+        failed = [r for r in self.aside if r["reason"] != TOO_LONG]  # that one is about the engine
+        if exceeds(len(failed), self.samples, limit):
+            raise ValueError(too_many(failed, self.samples, limit))
 
 
 def harvest_missing(cfg: Config) -> Outcome:
@@ -55,14 +57,19 @@ def harvest_missing(cfg: Config) -> Outcome:
     done = published(cfg, identity, folder)
     known = read_set_aside(cfg.path("set_aside"), folder.name)
     mine = traffic["sample_id"].to_pylist()
-    skip = pa.array([*done, *known], pa.string())
-    found = harvest_rows(cfg, traffic.filter(~pc.field("sample_id").isin(skip)), folder)
+    present = engine(cfg) if known else {}
+    settled = [name for name, row in known.items() if is_settled(row, present)]
+    skip = pa.array([*done, *settled], pa.string())
+    tried = traffic.filter(~pc.field("sample_id").isin(skip))
+    found = harvest_rows(cfg, tried, folder)
     shards = [shard_info(path) for path in sorted(found.paths)]
     if shards:
         publish(folder, shards, {"samples": found.samples, "target_id": identity})
         remember(folder)
-    write_set_aside(cfg.path("set_aside"), found.aside)
-    known |= {row["sample_id"]: row for row in found.aside}
+    failed = {row["sample_id"] for row in found.aside}
+    fit = done | {*tried["sample_id"].to_pylist()} - failed
+    write_set_aside(cfg.path("set_aside"), folder.name, found.aside, fit)
+    known = read_set_aside(cfg.path("set_aside"), folder.name)
     aside = [known[name] for name in mine if name in known]
     summary: Row = {
         "backend": cfg.harvest.backend,

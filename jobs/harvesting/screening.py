@@ -1,6 +1,5 @@
-"""Which samples are fit to learn from: the checks of harvest, and when too many fail them."""
+"""Which samples are fit to learn from: the checks of harvest, and what it says when it stops."""
 
-import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,10 +12,11 @@ from dflash.target_model import Features
 
 Row = dict[str, Any]
 
+TOO_LONG = "too_long"
 REASONS = {
     "length": (
         "the engine gave features for another number of tokens",
-        "switch off its prefix caching",
+        "try harvest.backend=transformers",
     ),
     "not_finite": (
         "features are not finite, in bfloat16 at the latest",
@@ -26,6 +26,10 @@ REASONS = {
         "features are zero or the same at all positions",
         "the engine does not give hidden states for this model: try harvest.backend=transformers",
     ),
+    TOO_LONG: (
+        "prompt and answer fill the context of the engine",
+        "harvest with harvest.backend=transformers, which has no such limit",
+    ),
     "other_model": (
         "the target did not write this answer",
         "point target.path at the folder that answered; look for a gateway that falls back to "
@@ -33,9 +37,10 @@ REASONS = {
     ),
 }
 """Key -> (what was found, what to do)."""
+BY_ENGINE = ("length", "not_finite", "constant", TOO_LONG)
+"""Reasons that another backend or dtype may not find."""
 UNMENTIONED = "or a penalty, a bias or a JSON mode that the log does not mention"
 TYPICAL_TEMPERATURE = 1.0  # of servers, for a log that names none
-SURE = 0.01
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,12 @@ def screen(row: Row, features: Features, head: Tensor) -> Fault | None:
     return None if row["shaped"] else _authorship(row, features.last, head)
 
 
+def too_long(row: Row, room: float) -> Fault | None:
+    """What is wrong with a TRAFFIC row for an engine that reads `room` tokens; None: nothing."""
+    tokens = len(row["prompt_ids"]) + len(row["output_ids"])
+    return Fault(TOO_LONG, {"tokens": tokens, "room": room}) if tokens > room else None
+
+
 def _authorship(row: Row, last: Tensor, head: Tensor) -> Fault | None:
     first, recorded = len(row["prompt_ids"]), torch.tensor(row["output_ids"])
     temperature = row["temperature"]
@@ -85,32 +96,11 @@ def _authorship(row: Row, last: Tensor, head: Tensor) -> Fault | None:
     return Fault("other_model", numbers | ({"note": UNMENTIONED} if row["shaped"] is None else {}))
 
 
-def exceeds(bad: int, total: int, limit: float) -> bool:
-    """Whether the rate behind `bad` of `total` is established above `limit`: at `limit` so many
-    would be found with a chance below SURE (one-sided binomial test).
+def is_settled(aside: Row, engine: dict[str, str]) -> bool:
+    """Whether a SET_ASIDE row holds for this engine (`backend` and `dtype`), too: then the sample
+    is not tried again.
     """
-    if total == 0 or bad / total <= limit:
-        return False
-    return _chance_of_at_least(bad, total, limit) < SURE
-
-
-def _chance_of_at_least(count: int, total: int, rate: float) -> float:
-    if rate <= 0.0:
-        return 0.0  # count > 0 here
-    term = math.exp(
-        math.lgamma(total + 1)
-        - math.lgamma(count + 1)
-        - math.lgamma(total - count + 1)
-        + count * math.log(rate)
-        + (total - count) * math.log1p(-rate)
-    )
-    chance = 0.0
-    for k in range(count, total + 1):  # above the mean the terms only fall
-        chance += term
-        if term <= chance * 1e-12:
-            break
-        term *= (total - k) / (k + 1) * rate / (1 - rate)
-    return chance
+    return aside["reason"] not in BY_ENGINE or all(aside[name] == engine[name] for name in engine)
 
 
 def too_many(aside: list[Row], total: int, limit: float) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import ray
 
 from store.digests import Digest, Digests, digest_log, stamp
-from store.ingest_log import ingest_log
+from store.ingest_log import ingest_log, replaced
 from store.log_formats import Rules
 from store.shards import read_manifests
 
@@ -14,9 +14,9 @@ Result = dict[str, Any]
 Stamped = tuple[list[int], Digest]
 
 
-def digests(kept: Digests, logs: list[Path], traffic: Path) -> dict[Path, Stamped]:
+def digests(kept: Digests, logs: list[Path], *folders: Path) -> dict[Path, Stamped]:
     """(stamp, digest) of each log; only logs that changed since the last run are read."""
-    sizes = {manifest["inputs"]["bytes"] for manifest in read_manifests(traffic)}
+    sizes = {m["inputs"]["bytes"] for folder in folders for m in read_manifests(folder)}
     stamps = {log: stamp(log) for log in logs}
     known = {log: kept.get(log) for log in logs}
     unread = [log for log, digest in known.items() if digest is None]
@@ -31,6 +31,15 @@ def ingest_each(
     unique = {sha: (log, size) for log, (_, (size, sha, _)) in digested.items()}
     jobs = [(log, size, sha, rules, traffic, rejects) for sha, (log, size) in unique.items()]
     return dict(zip(unique, each(ingest_log, jobs), strict=True))
+
+
+def takes_back(traffic: Path, result: Result, prefixes: dict[int, str]) -> bool:
+    """Whether what other rules took from this log for the same target is still in traffic/: of a
+    wrong answerer, say, before ingest.models named the right one. Another target's stays.
+    """
+    identity = result["inputs"]["rules"]["target_id"]
+    stale = replaced(read_manifests(traffic), result, prefixes)
+    return any(m["inputs"]["rules"]["target_id"] == identity for m in stale)
 
 
 def each(function: Any, arguments: list[tuple]) -> list[Any]:

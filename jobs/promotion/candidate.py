@@ -51,8 +51,8 @@ def read_candidate(cfg: Config) -> Candidate:
 
 def evidence(candidate: Candidate) -> dict[str, Any]:
     """What a record of a decision keeps of the evaluation."""
-    kept = ("drafter", "drafter_sha256", "compat_key", "samples", "rounds", "k", "tau", "baseline")
-    return {name: candidate.evaluation[name] for name in (*kept, "leaking")}
+    kept = ("drafter", "drafter_sha256", "target_id", "compat_key", "samples", "rounds", "k", "tau")
+    return {name: candidate.evaluation[name] for name in (*kept, "baseline", "leaking")}
 
 
 def tags(candidate: Candidate) -> dict[str, str]:

@@ -128,6 +128,9 @@ def check_text(answers: Sequence[Answer], ties: float) -> Check:
 
 def check_drafts(ours: Ours, traces: Sequence[Trace]) -> tuple[Check, dict[str, Any]]:
     """VLLM's drafts are ours, token by token; otherwise which fault makes them so."""
+    if not has_drafts(traces):
+        text = "not checked: no served answer has a second token, so nothing was drafted for one"
+        return Check("drafts", text, "skip", "hold out longer answers"), {}
     own = compare(AS_CONFIGURED, ours.drafter, *ours.borrowed, traces)
     ties = own.near_ties(ours.ties)
     found = {
@@ -165,10 +168,17 @@ def check_drafts(ours: Ours, traces: Sequence[Trace]) -> tuple[Check, dict[str, 
     return Check("drafts", text, "fail", fix), found
 
 
+def has_drafts(traces: Sequence[Trace]) -> bool:
+    """Whether there is a draft to compare."""
+    return any(trace.drafts.numel() for trace in traces)
+
+
 def check_cache(ours: Ours, warm: Sequence[Trace], hits: float) -> Check:
     """Drafts after a cached prefix are ours too."""
     if not hits:
         return Check("prefix cache", "off, or the probe did not reach it", "skip")
+    if not has_drafts(warm):
+        return Check("prefix cache", "not checked: nothing was drafted behind it", "skip")
     own = compare(AS_CONFIGURED, ours.drafter, *ours.borrowed, warm)
     text = f"{hits:.0f} cached tokens; {_counts(own, ours.ties)}"
     if same(own, ours.ties, ours.noise):
@@ -214,9 +224,10 @@ def check_tau(
     found = compare_served(
         ours.target, ours.drafter, named, ours.k, lambda one: read[one.request_id]
     )
-    if not found.whole:
-        text = "not checked: no served answer holds a whole block, so every round is cut at its end"
-        return Check("tau", text, "skip", "hold out longer answers"), {}
+    if found.unchecked:
+        return Check(
+            "tau", f"not checked: {found.unchecked}", "skip", "hold out longer answers"
+        ), {}
     of = dict(zip(names, ours.rows, strict=True))
     rows = [of[name] for name in found.names]
     measured = {

@@ -21,7 +21,7 @@ from dflash.hypotheses import hypotheses
 from dflash.target_model import load_target
 from jobs.base.checks import Check
 from jobs.base.config import Config
-from jobs.base.devices import compute_device, compute_dtype
+from jobs.base.devices import compute_device, compute_dtype, require_fit
 from jobs.base.target_facts import target_config
 from jobs.dataset.samples import rows_with_rounds, with_features
 from jobs.fleet.replica import server
@@ -36,8 +36,9 @@ from jobs.proof.engine_checks import (
     check_fit,
     check_tau,
     check_text,
+    has_drafts,
 )
-from jobs.proof.greedy_requests import PLAIN, as_request
+from jobs.proof.greedy_requests import PLAIN, as_request, longest, servable
 from jobs.proof.reference_check import too_large
 from jobs.proof.template_check import ask_endings, check_template
 from serving.client import Completion, Request, complete, counter
@@ -60,6 +61,7 @@ def try_on_engine(cfg: Config, folder: Path) -> tuple[list[Check], dict[str, Any
     rows = held_out(cfg, folder)
     k = max(check_drafter(folder, cfg.target_path, cfg.serve.k, cfg.serve.max_model_len))
     require(cfg, folder, 1, "preflight")
+    require_fit(cfg, "preflight")
     served, error = None, ""
     try:
         served = serve(cfg, folder, rows, k)
@@ -102,16 +104,21 @@ def traces(
     answers: Sequence[Answer],
     recorded: Recorded,
 ) -> list[Trace]:
-    """What was drafted for each answer, named."""
-    return [
-        Trace(name, answer, rounds(one)[0], torch.tensor(drafted(one, recorded)))
-        for name, one, answer in zip(names, completions, answers, strict=True)
-    ]
+    """What was drafted for each answer, named; without the round behind which no draft had room."""
+    found = []
+    for name, one, answer in zip(names, completions, answers, strict=True):
+        drafts = drafted(one, recorded)
+        found.append(Trace(name, answer, rounds(one)[0][: len(drafts)], torch.tensor(drafts)))
+    return found
 
 
 def held_out(cfg: Config, folder: Path) -> list[Row]:
-    """The first `preflight.requests` held-out rows: in the order of a hash, so chosen by chance."""
-    rows = rows_with_rounds(cfg, read_config(folder).target_layer_ids)
+    """The first `preflight.requests` held-out rows that the server has room for: in the order of a
+    hash, so chosen by chance.
+    """
+    shape = read_config(folder)
+    rows = rows_with_rounds(cfg, shape.target_layer_ids)
+    rows = servable(cfg, rows, max(cfg.serve.k or [shape.num_drafts]))
     return rows[: cfg.preflight.requests]
 
 
@@ -141,7 +148,7 @@ def with_noise(cfg: Config, folder: Path, ours: Ours, traces: Sequence[Trace]) -
     A drafter rounds more than the logits that it ends in: of a tiny one in bfloat16 4 % of the
     drafts turn around, some of them far beyond a near tie of the target.
     """
-    if ours.target.dtype == torch.float32 or too_large(cfg):
+    if ours.target.dtype == torch.float32 or not has_drafts(traces) or too_large(cfg):
         return ours
     device = compute_device(cfg)
     target = load_target(cfg.target_path, torch.float32, device)
@@ -184,7 +191,7 @@ def serve(cfg: Config, folder: Path, rows: Sequence[Row], k: int) -> Served:
         answers = complete(running.url, asked, cfg.preflight.concurrency, "served")
         endings = ask_endings(cfg, running.url)
         before = counter(running.url, "vllm:prefix_cache_hits_total")
-        ask = [probe(rows, cfg.serve.max_model_len - 2 * (k + 1))]
+        ask = [probe(rows, longest(cfg, k))]
         probes = [*complete(running.url, ask, 1), *complete(running.url, ask, 1)]
         hits = counter(running.url, "vllm:prefix_cache_hits_total") - before
     recorded = None if running.drafts is None else read_drafts(path)
@@ -193,8 +200,8 @@ def serve(cfg: Config, folder: Path, rows: Sequence[Row], k: int) -> Served:
 
 def probe(rows: Sequence[Row], limit: int) -> Request:
     """A prompt of several cache blocks: held-out samples end to end. It does not begin as they do,
-    so that the first of the two requests finds nothing in the cache. With its answer it stays below
-    `limit` tokens: close to max_model_len vLLM stops drafting.
+    so that the first of the two requests finds nothing in the cache. With its answer it has at most
+    `limit` tokens.
     """
     ids = [token for row in rows for token in [*row["prompt_ids"], *row["output_ids"]]]
     size = min(PROBE_PROMPT, limit - PROBE_TOKENS)

@@ -24,9 +24,11 @@ from jobs.base.checks import Check
 from jobs.base.config import Config
 from jobs.base.devices import dtype_name
 from jobs.base.drafter_shape import taken_tokens
-from jobs.base.target_facts import end_tokens, target_taps, target_tokenizer
+from jobs.base.target_facts import end_tokens, target_tokenizer
+from jobs.dataset.samples import features_folder
 from serving.start_checks import check_drafter
 from store.files import read_json
+from store.shards import shard_paths
 from store.traffic_table import read_traffic
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -171,13 +173,12 @@ def target(subject: Subject) -> Iterator[Check]:
 
 
 def taps(subject: Subject) -> Iterator[Check]:
-    """The layers it reads are those whose features this work folder holds."""
-    ours, theirs = subject.shape.target_layer_ids, target_taps(subject.cfg)
-    if ours != theirs:
-        fix = f"set drafter.taps=[{','.join(map(str, ours))}] and harvest, or another drafter"
-        yield Check(
-            "taps", f"target_layer_ids {list(ours)}, features are of {list(theirs)}", "fail", fix
-        )
+    """This work folder holds features of the layers it reads, whatever drafter.taps says."""
+    cfg, ours = subject.cfg, subject.shape.target_layer_ids
+    if not shard_paths(features_folder(cfg, target_id(cfg.target_path), ours)):
+        fix = f"`flywheel harvest drafter.taps={','.join(map(str, ours))}`, or another drafter"
+        found = f"target_layer_ids {list(ours)}: no features of these layers are harvested"
+        yield Check("taps", found, "fail", fix)
     yield Check("taps", f"layers {list(ours)} of {subject.shape.num_target_layers}")
 
 

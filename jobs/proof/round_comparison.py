@@ -20,6 +20,7 @@ from dflash.diagnose import Answer, draft_logits, largest_logit, read_answer
 from dflash.model import Drafter
 from dflash.replay import Request, replay
 from dflash.target_model import Target
+from jobs.base.console import some_names
 from serving.client import Completion
 from serving.vllm_counts import rounds
 
@@ -58,17 +59,13 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Both walks of every request that has a round, and where they part.
-
-    gaps: per answer, by how many logits our target's argmax beats each served token [n].
-    """
+    """Both walks of every request that has a round, and where they part."""
 
     k: int
     names: list[str] = field(default_factory=list)
     served: list[Walk] = field(default_factory=list)
     replayed: list[Walk] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # tokens of each of these answers
-    gaps: list[Tensor] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # the engine drafted less than k: no room
 
@@ -144,12 +141,29 @@ class Comparison:
                 left -= accepted + 1
         return found
 
+    @property
+    def unchecked(self) -> str:
+        """Why the comparison says nothing; empty where it says something."""
+        if self.whole:
+            return ""
+        if self.names:
+            return "no served answer holds a whole block, so every round is cut at its end"
+        if self.left_out:
+            return f"the engine drafted less than {self.k} tokens for {self._some_left_out()}"
+        return "no served answer has a second token, so there is no round to compare"
+
     def words(self) -> str:
         """How much agrees, in a line."""
-        return (
+        text = (
             f"{self.identical} of {len(self.names)} requests in identical rounds, "
             f"{len(self.near_ties)} rounds differ at near ties, {len(self.beyond)} otherwise"
         )
+        if self.left_out:
+            text += f"; drafted less than {self.k} tokens and left out: {self._some_left_out()}"
+        return text
+
+    def _some_left_out(self) -> str:
+        return f"{len(self.left_out)} answers ({some_names(self.left_out)})"
 
     def _positions(self) -> tuple[list[float], list[float]]:
         return positions(self.replayed, self.k), positions(self.served, self.k)
@@ -169,6 +183,7 @@ class Comparison:
             "tau_served": tau(self.served),
             "limits": {"pooled": pooled, "position": position, "identical": IDENTICAL},
             "faults": self.faults(),
+            "unchecked": self.unchecked,
             "left_out": self.left_out,
             "differences": [asdict(d) for d in sorted(self.differences, key=lambda d: -d.gap)],
         }
@@ -194,10 +209,9 @@ def compare(
     models = (drafter, target.embedding, target.head)
     for start in range(0, len(answers), CHUNK):
         chunk = [(name, (read or fresh)(one), rounds(one)) for name, one in answers[start:][:CHUNK]]
-        for name, answer, (_, drafted) in chunk:
-            found.gaps.append(answer.gaps)
-            if any(n < k for n in drafted):
-                found.left_out.append(name)
+        found.left_out.extend(
+            name for name, _, (_, drafted) in chunk if any(n < k for n in drafted)
+        )
         kept = [one for one in chunk if one[2][0] and one[0] not in found.left_out]
         requests = [answer.request(drafter.cfg.target_layer_ids) for _, answer, _ in kept]
         walks = replay(*models, requests, k)
@@ -209,6 +223,11 @@ def compare(
             if served != walk:
                 found.differences.extend(differing(models, name, request, served, walk, k))
     return found
+
+
+def unexplained(reference: Row) -> list[str]:
+    """Requests that replay walks otherwise than the reference decoder, not at near ties alone."""
+    return [one["sample_id"] for one in reference["differing"] if not one.get("near_tie")]
 
 
 @torch.inference_mode()

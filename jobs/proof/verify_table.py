@@ -3,7 +3,7 @@
 from statistics import median
 from typing import Any
 
-from jobs.base.console import console, print_table, short_name
+from jobs.base.console import console, print_table, short_name, some_names
 from jobs.proof.speed import warn_if_unsteady
 
 SHOWN = 10
@@ -59,6 +59,11 @@ def show_evidence(result: dict[str, Any]) -> None:
         f"{compared['identical_rounds']} identical, {compared['near_ties']} rounds differ at near "
         f"ties, {compared['differing_rounds'] - compared['near_ties']} otherwise"
     )
+    if left_out := compared["left_out"]:
+        console.print(
+            f"left out, since the engine drafted less than {result['k']} tokens in a round: "
+            f"{len(left_out)} ({some_names(left_out)})"
+        )
     skipped = result["reference"]["skipped"]
     if skipped:
         console.print(f"reference decoder: {skipped}")

@@ -122,11 +122,12 @@ class Registry:
     def register(self, folder: Path, tags: dict[str, str]) -> Version:
         """The version of this drafter: the one that has its identity already, or a new one. Needs
         the lease. `tags` (with SHA256 and FIELDS) are set anew on a known version: the latest
-        evaluation counts.
+        evaluation counts; its artifacts are looked at, and written again if they are not whole.
         """
         tags = {name: cut(value, MAX_TAG) for name, value in tags.items()}
         number = self._known(folder, tags[SHA256])
-        if number is None:
+        known = None if number is None else self.get(number)
+        if known is None:
             run_id, source = self._upload(folder, tags[SHA256])
             self._create_model()
             made = self.client.create_model_version(
@@ -134,6 +135,8 @@ class Registry:
             )
             number = str(made.version)
         else:
+            number = known.number
+            self._mend(known, folder, tags[SHA256])
             for name, value in tags.items():
                 self.client.set_model_version_tag(self.model, number, name, value)
         found = self.get(number)
@@ -196,6 +199,18 @@ class Registry:
         query = f"{equals('name', self.model)} and {equals(f'tags.`{tag}`', value)}"
         found = self.client.search_model_versions(query)
         return [str(v.version) for v in found if v.name == self.model and v.tags[tag] == value]
+
+    def _mend(self, version: Version, folder: Path, sha256: str) -> None:
+        """Write the artifacts of a version again where they are not this drafter any more."""
+        if self._stored(version.source, sha256) == sha256:
+            return
+        source = self._upload(folder, sha256)[1]
+        if source != version.source:
+            raise ValueError(
+                f"version {version.number} of {self.model} is this drafter, but {version.source} "
+                f"is gone or damaged, and {folder} is kept elsewhere ({source}): restore it, or "
+                f"name the folder {Path(version.source).name}, as it was, and run the command again"
+            )
 
     def _upload(self, folder: Path, sha256: str) -> tuple[str, str]:
         """(run id, source) of the artifacts that are this drafter, as they were read back; what an

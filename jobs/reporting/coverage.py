@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jobs.base.console import short_name
 from jobs.dataset.slices import SHOWN, largest
+from jobs.proof.round_comparison import unexplained
 from jobs.reporting.facts import ALL, Facts, pick
 
 DIMENSIONS = (
@@ -156,7 +157,11 @@ def _served(facts: Facts) -> Line:
     text = (
         f"{count}, {verified['rounds']} rounds, greedy, K {verified['k']}; no other K, no sampled"
     )
-    return _line(name, True, text)
+    compared = verified.get("comparison", {})
+    if compared.get("unchecked"):
+        return _line(name, False, f"{text}; not checked: {compared['unchecked']}")
+    faults = compared.get("faults", [])
+    return _line(name, True, "; ".join([text, *faults]), not faults)
 
 
 def _reference(facts: Facts) -> Line:
@@ -170,7 +175,10 @@ def _reference(facts: Facts) -> Line:
     )
     if not one["requests"]:
         return _line(name, False, one["skipped"])
-    return _line(name, True, text, one["identical"] == one["requests"])
+    wrong = unexplained(one)
+    near = one["requests"] - one["identical"] - len(wrong)
+    text += f", {near} at near ties" if near else ""
+    return _line(name, True, text, not wrong)
 
 
 def _text(facts: Facts) -> Line:

@@ -46,15 +46,16 @@ class Measured:
 
 
 class Facts:
-    """Read once. A drafter version is the first 12 digits of its weights' sha256.
+    """Read once. A drafter version is the first 12 digits of its identity, the hash of every file
+    that an engine reads of it.
 
     `k` is the number of draft tokens at which the drafter was served, else the largest replayed.
-    `verified` and `preflight` are the newest results for these weights, or None; `methods` the
+    `verified` and `preflight` are the newest results for this drafter, or None; `methods` the
     newest comparison of ways to draft for this target.
     """
 
     def __init__(self, cfg: Config, drafter_sha256: str) -> None:
-        """Raises ValueError for weights without an evaluation, and for files that are damaged."""
+        """Raises ValueError for a drafter without an evaluation, and for files that are damaged."""
         self.evaluation = _evaluation(cfg, drafter_sha256)
         self.version = drafter_version(drafter_sha256)
         self.verified = _newest(cfg.path("verified"), drafter_sha256)
@@ -135,12 +136,12 @@ class Facts:
 
 
 def evaluated(cfg: Config, drafter_sha256: str) -> bool:
-    """Whether there is an evaluation of these weights."""
+    """Whether there is an evaluation of this drafter."""
     return _newest(cfg.path("evaluations"), drafter_sha256) is not None
 
 
 def newest_evaluated(cfg: Config) -> str:
-    """The sha256 of the drafter evaluated last. Raises ValueError if there is none."""
+    """The identity of the drafter evaluated last. Raises ValueError if there is none."""
     found = _read_all(cfg.path("evaluations"), "drafter_sha256")
     if not found:
         raise ValueError(f"nothing in {cfg.path('evaluations')}: run `flywheel evaluate` first")

@@ -55,6 +55,7 @@ def render(cfg: Config, facts: Facts) -> str:
         evaluation=evaluation,
         verdict=tables.verdict(facts),
         leakage=tables.leakage(facts),
+        faults=tables.verified_faults(facts),
         power=tables.power(facts),
         slices=tables.slice_table(facts),
         by_k=tables.k_table(facts),

@@ -75,6 +75,14 @@ def leakage(facts: Facts) -> str:
     )
 
 
+def verified_faults(facts: Facts) -> list[str]:
+    """Why the newest `flywheel verify` of the drafter failed; empty where it did not."""
+    verified = facts.verified or {}
+    if verified.get("ok", True):
+        return []
+    return verified.get("faults") or ["its result does not say why"]
+
+
 def power(facts: Facts) -> str:
     """What so many conversations can tell apart, and how many a decision needs."""
     baseline = facts.baseline
@@ -154,6 +162,11 @@ def k_advice(facts: Facts) -> list[str]:
             "measured. flywheel verify measures it. Until then: K pays while a round costs less "
             "than tau plain steps."
         ]
+    if verified_faults(facts):
+        return [
+            "No K is recommended: the drafter failed flywheel verify, and what it measured then "
+            "decides nothing."
+        ]
     if not verified["costs"]:
         chosen = ", ".join(map(str, verified["k_by_batch_size"]))
         return [f"K was set by hand (serve.k): {chosen}. No cost was measured, nothing chosen."]
@@ -193,6 +206,7 @@ def served(facts: Facts) -> list[tuple[str, str]]:
         for s in verified["speeds"]
     ]
     return [
+        ("result", "failed" if verified_faults(facts) else "passed"),
         ("tau that vLLM itself states, drafts behind the end of text included", _tau(verified)),
         *speeds,
         ("greedy texts compared with and without the drafter", str(greedy["requests"])),

@@ -33,7 +33,7 @@ from dflash.parallel import (
     whole_state,
     whole_weights,
 )
-from dflash.target_model import load_borrowed, resolve_dtype
+from dflash.target_model import load_borrowed, resolve_dtype, resolve_training_dtype
 from dflash.training_step import (
     NonFiniteLoss,
     check_finite,
@@ -62,7 +62,7 @@ from jobs.training.progress import advance
 from jobs.training.runs import Pin, read_pin
 from jobs.training.states import (
     commit_state,
-    has_result,
+    has_ended,
     newest_state,
     read_state,
     states_folder,
@@ -75,7 +75,7 @@ def worker(config: dict[str, Any]) -> None:
     """One rank, as Ray Train calls it; a restarted group continues from the newest state."""
     cfg, name, context = config["cfg"], config["name"], ray.train.get_context()
     folder, rank = states_folder(cfg, name), context.get_world_rank()
-    if has_result(folder):  # of a rank that ended the group before this one
+    if has_ended(cfg, name):  # a rank of the group before this one did
         ray.train.report({})
         return
     try:
@@ -117,7 +117,8 @@ class Loop:
         context = ray.train.get_context()
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
         self.device = ray.train.torch.get_device()
-        self.dtype = resolve_dtype(cfg.target.dtype, self.device.type)
+        self.replayed = resolve_dtype(cfg.target.dtype, self.device.type)
+        self.dtype = resolve_training_dtype(cfg.train.dtype, self.replayed, self.device.type)
         embedding, head = load_borrowed(cfg.target_path, self.dtype)
         self.embedding = embedding.to(self.device)
         self.head = self.embedding if head is embedding else head.to(self.device)
@@ -262,8 +263,9 @@ class Loop:
         if not self.val:
             self._keep(weights)
             return
-        drafter = as_exported(self.drafter.cfg, weights, self.stored, self.dtype)
-        taus = replay_val(drafter, self.embedding, self.head, self.val, self.rank, self.world)
+        drafter = as_exported(self.drafter.cfg, weights, self.stored, self.replayed)
+        borrowed = (self.embedding.to(self.replayed), self.head.to(self.replayed))
+        taus = replay_val(drafter, *borrowed, self.val, self.rank, self.world)
         if self.step == 0:
             self.choice.base = taus.domains
         if self.choice.offer(self.step, taus, cfg.domain, cfg.max_slice_loss):

@@ -13,7 +13,7 @@ from dflash.lora import add_lora
 from dflash.loss import valid_anchors
 from dflash.model import Drafter
 from dflash.objective import choose_labels, named_tokens
-from dflash.target_model import resolve_dtype, ties_embeddings
+from dflash.target_model import resolve_dtype, resolve_training_dtype, ties_embeddings
 from dflash.training_memory import activation_bytes, head_bytes, model_bytes
 from jobs.base.config import Config
 from jobs.base.console import print_table, short_name, some_names
@@ -161,7 +161,8 @@ def memory_plan(
 ) -> dict[str, int]:
     """Bytes of rank 0, the largest worker, by what they are for."""
     train = cfg.train
-    dtype = resolve_dtype(cfg.target.dtype, "cpu" if train.device == "cpu" else compute_device(cfg))
+    kind = "cpu" if train.device == "cpu" else compute_device(cfg)
+    dtype = resolve_training_dtype(train.dtype, resolve_dtype(cfg.target.dtype, kind), kind)
     width = len(shape.target_layer_ids) * shape.hidden_size
     share = -(-train.batch_size // train.workers)
     in_forward = min(train.micro_batch or share, share)

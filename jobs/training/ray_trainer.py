@@ -12,7 +12,7 @@ from jobs.base.cluster import cpus_each
 from jobs.base.config import Config
 from jobs.training.loop import progress_file, worker
 from jobs.training.progress import follow
-from jobs.training.states import has_result, read_result, states_folder
+from jobs.training.states import has_ended, read_result, states_folder
 
 RETRIES = 2
 
@@ -36,7 +36,7 @@ def fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[s
         with follow(progress_file(cfg, name), cfg.train.steps, "train", "step"):
             trainer.fit()
     except ray.train.TrainingFailedError as error:
-        if not has_result(folder):
+        if not has_ended(cfg, name):
             raise ValueError(f"training {name} failed: {_cause(error)}") from error
     result = read_result(folder)
     if said := result.get("error") or result.get("stopped"):

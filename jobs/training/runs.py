@@ -93,7 +93,7 @@ def choose_run(cfg: Config, shape: DrafterConfig) -> Chosen:
 def _unfinished(cfg: Config, recipe: str) -> list[Path]:
     """Folders of runs that were interrupted behind their first state, the latest first."""
     folders = [path.parent for path in cfg.path("runs").glob(f"*/pin-{recipe}.json")]
-    states = {folder: newest_state(folder) for folder in folders if is_unfinished(folder)}
+    states = {folder: newest_state(folder) for folder in folders if is_unfinished(cfg, folder.name)}
     begun = {folder: path.stat().st_mtime for folder, path in states.items() if path is not None}
     return sorted(begun, key=begun.__getitem__, reverse=True)
 
@@ -164,6 +164,14 @@ def read_pin(cfg: Config, name: str, shape: DrafterConfig) -> Pin:
     if run_name(cfg, shape, pin) != name:
         raise ValueError(f"{path} is damaged (it is not the pin of {name}): {fix}")
     return pin
+
+
+def learned(cfg: Config, name: str) -> set[str]:
+    """Ids of the training samples that the run `name` is pinned to; of a drafter that was trained
+    elsewhere none is known.
+    """
+    pins = states_folder(cfg, name).glob("pin-*.json")
+    return {row[0] for pin in pins for row in read_json(pin, ["train"])["train"]}
 
 
 def missing(cfg: Config, pin: Pin) -> str:

@@ -43,9 +43,20 @@ def forget_result(folder: Path) -> None:
     (folder / RESULT).unlink(missing_ok=True)
 
 
-def is_unfinished(folder: Path) -> bool:
+def has_ended(cfg: Config, name: str) -> bool:
+    """Whether nothing is left to do of this run: it failed, or its drafter is exported. A result
+    alone does not say so: it is written before the export, which may be killed or find no room.
+    """
+    folder = states_folder(cfg, name)
+    if not has_result(folder):
+        return False
+    failed = not {"error", "stopped"}.isdisjoint(read_result(folder))
+    return failed or cfg.path("drafters", name, "config.json").is_file()
+
+
+def is_unfinished(cfg: Config, name: str) -> bool:
     """Whether this run may go on: it neither ended nor failed in a way that it would again."""
-    return not has_result(folder) or "stopped" in read_result(folder)
+    return not has_ended(cfg, name) or "stopped" in read_result(states_folder(cfg, name))
 
 
 def states_folder(cfg: Config, name: str) -> Path:

@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dflash import identity
+from dflash.checkpoint import WEIGHTS, drafter_sha256, engine_files
 from dflash.identity import legacy_target_id, target_id
 from tests.tiny import add_tokenizer, make_target
 
@@ -168,3 +169,13 @@ def test_the_former_identity_is_still_known(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
     assert legacy_target_id(tmp_path) == "b2e0922f34e6abca"
     assert target_id(tmp_path) != legacy_target_id(tmp_path)
+
+
+def test_a_folder_in_a_drafters_folder_is_no_file_of_its_identity(tmp_path):
+    """It was opened as a file because of its name."""
+    for name in (WEIGHTS, "config.json"):
+        (tmp_path / name).write_bytes(b"{}")
+    before = drafter_sha256(tmp_path)
+    (tmp_path / "old.json").mkdir()
+    assert drafter_sha256(tmp_path) == before
+    assert [path.name for path in engine_files(tmp_path)] == ["config.json", WEIGHTS]

@@ -32,6 +32,7 @@ SETTINGS = {
     ],
     "bfloat16": [
         *COMMON,
+        "train.dtype=bfloat16",
         "demo.tickets=60",
         "demo.general=5",
         "demo.max_tokens=48",

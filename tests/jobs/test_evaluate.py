@@ -60,6 +60,26 @@ def test_champion_and_challenger_on_greedy_and_sampled_traffic(work):
     assert tau([r["accepted"] for r in mine]) == pytest.approx(measured["pooled"])
 
 
+def test_what_a_pinned_run_learned_before_it_moved_to_test_is_a_leak(work, monkeypatch):
+    """A later log moves samples between the splits; today's train split does not hold them."""
+    cfg = configure(work, f"evaluate.baseline={work / 'blank'}")
+    rows = drafters.load_rows(cfg, "test", sampled=True)
+    name, other = rows[0]["sample_id"], rows[1]["sample_id"]
+    for run, learned, val in (("known", name, other), ("elsewhere", other, name)):
+        (work / "runs" / run).mkdir(parents=True)
+        pin = {"train": [[learned, "a", 0.0, []]], "val": [[val, "a", 0.0, []]], "files": []}
+        (work / "runs" / run / "pin-abc.json").write_text(json.dumps(pin))
+    monkeypatch.setattr(evaluate, "publish", lambda *args: work / "page")
+    found = evaluate.run(cfg)
+    assert found["leaking"] == {"leaking": 1, "samples": 16}
+    (work / "runs" / "elsewhere").rename(work / "runs" / "blank")
+    found = evaluate.run(cfg)
+    assert found["leaking"]["leaking"] == 2, "the baseline knows another"
+    [reason] = [r for r in refusals(cfg.promote, found, None) if "share their text" in r]
+    assert "2 of 16 held-out samples" in reason
+    shutil.rmtree(work / "runs")
+
+
 def test_every_k_and_the_alpha_model(work):
     found = evaluate.run(configure(work))
     assert found["baseline"] is None
@@ -144,6 +164,31 @@ def test_a_set_that_a_target_too_large_would_have_to_answer_is_skipped_by_name(
     assert "GiB in float32, 0.0 GiB are free on the CPU" in why
     reasons = refusals(cfg.promote, found, None)
     assert f"regression set large was not measured: {why}" in reasons
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_regression_set_without_a_round_is_skipped_by_name(work, tmp_path, monkeypatch, aside):
+    """It ended evaluate after all replay, with a message that did not name the set."""
+    one = write(tmp_path / "one.jsonl", *[{"question": f"w{5 + i}"} for i in range(2)])
+    two = write(tmp_path / "two.jsonl", {"question": "w7 w8"})
+    cfg = configure(work, f"evaluate.regression=[{one},{two}]", "evaluate.regression_tokens=12")
+    load_sets = regression_sets.load_sets
+
+    def without_rounds(cfg):
+        found = load_sets(cfg)
+        rows, requests = found.answered["one"]
+        short = [Request(r.ids[: r.num_prompt + 1], r.num_prompt, r.features) for r in requests]
+        found.answered["one"] = ([], []) if aside else (rows, short)
+        return found
+
+    monkeypatch.setattr(regression_sets, "load_sets", without_rounds)
+    found = evaluate.run(cfg)
+    assert list(found["regression"]) == ["two"]
+    why = "set all of its answers aside" if aside else "every answer is a single token"
+    assert why in found["regression_skipped"]["one"]
+    assert any(
+        "regression set one was not measured" in r for r in refusals(cfg.promote, found, None)
+    )
 
 
 def test_a_loss_on_a_regression_set_is_refused(work, tmp_path):

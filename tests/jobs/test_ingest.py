@@ -230,7 +230,7 @@ def test_labels_of_any_text_do_not_stop_ingest(configure, capsys):
     odd = ["[/v1/help]", "[beta] billing", "$\\foo$", "a\u0000b"]
     write_log(cfg, "a.jsonl", [line(i, domain=odd[i % 4], model="[/m]") for i in range(16)])
     write_log(cfg, "[x] [b].txt", ["hello"])
-    assert set(ingest.run(cfg)["domains"]) == set(odd)
+    assert set(ingest.run(cfg)["domains"]) == {*odd[:3], "a\ufffdb"}
     assert "[x] [b].txt" in " ".join(capsys.readouterr().err.split())  # long lines are folded
 
 

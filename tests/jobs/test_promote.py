@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dflash.checkpoint import drafter_sha256, load_drafter, save_drafter
+from dflash.identity import legacy_target_id
 from jobs import promote, rollback
 from jobs.base import cli
 from jobs.base.config import load
@@ -293,7 +294,8 @@ def test_two_racing_promoters_and_a_killed_one(cfg):
     """Both were evaluated against no champion: one wins, the other has to be evaluated again. A
     third process that dies with the lease in hand keeps nobody out."""
     hold = (
-        "import sys, time; from jobs.base.config import load; from jobs.registry.lease import lease\n"
+        "import sys, time; from jobs.base.config import load\n"
+        "from jobs.registry.lease import lease\n"
         "with lease(load(None, sys.argv[1:])): print('held', flush=True); time.sleep(60)"
     )
     work = f"work={cfg.work}"
@@ -337,3 +339,39 @@ def test_a_drafter_without_a_passed_preflight_is_refused_if_that_is_asked_for(cf
     path.write_text(json.dumps({"ok": True}))
     assert promote.run(cfg.override("serve", k=[2]))["decision"] == "refused", "another K"
     assert promote.run(cfg.override("serve", port=1))["decision"] == "promoted"
+
+
+def formerly(cfg, number):
+    """Tag a version as versions before December 2026 did, with the target's id of that time."""
+    version = versions.Registry(cfg).get(number)
+    assert version is not None
+    fields = version.compat | {"target_id": legacy_target_id(cfg.target_path)}
+    tags = (cfg.mlflow.model, number, versions.FIELDS, json.dumps(fields))
+    Registry(cfg).client.set_model_version_tag(*tags)
+
+
+def test_after_the_upgrade_the_old_champion_can_be_followed_and_returned_to(cfg):
+    """Its target_id is the former one of the same folder: promote and rollback both refused it."""
+    first, _ = promoted(cfg, "one", 1)
+    formerly(cfg, "1")
+    _, summary = promoted(cfg, "two", 2, against=first)
+    assert summary["decision"] == "promoted", summary["reasons"]
+    assert rollback.run(cfg)["version"] == "1"
+
+
+def test_an_old_version_that_nothing_was_compared_with_is_named_with_what_to_do(cfg):
+    """Partial fine-tunes of a target share its former id, so it alone proves nothing."""
+    first, _ = promoted(cfg, "one", 1)
+    second, _ = promoted(cfg, "two", 2, against=first)
+    formerly(cfg, "1")
+    for path in cfg.path("promotions").glob("*.json"):
+        path.write_text(path.read_text().replace('"target_id"', '"unknown"'))
+    said = (
+        r"version 1: it carries \w+, a former id.*`flywheel evaluate .*`, then `flywheel promote "
+    )
+    with pytest.raises(ValueError, match=said):
+        rollback.run(cfg)
+    evaluate(cfg, first, against=second, gain=-0.1)
+    summary = promote.run(replace(cfg, promote=replace(cfg.promote, drafter=str(first))))
+    assert summary["decision"] == "refused"
+    assert rollback.run(cfg)["version"] == "1"

@@ -169,7 +169,12 @@ VERIFIED = {
     "rounds": 288,
     "same_text": {"requests": 23, "identical_rounds": 22},
     "greedy": {"requests": 24, "identical": 23, "near_ties": 1, "different": 0},
-    "reference": {"requests": 4, "identical": 3, "rounds": 40, "differing": []},
+    "reference": {
+        "requests": 4,
+        "identical": 3,
+        "rounds": 40,
+        "differing": [{"sample_id": "s1", "near_tie": True}],
+    },
 }
 
 
@@ -244,11 +249,34 @@ def test_k_serving_and_gaps_are_told(cfg, measured):
     assert by_k["7"][-2:] == ["-", "-"]
     assert "1.62 (1.50 to 1.75)" in page.text
     told = {text.partition(":")[0]: (done, text) for done, text in cells(page, "coverage")}
-    assert told["replay against the reference decoder"][0] == "failed"
+    assert told["replay against the reference decoder"][0] == "yes", "as verify judges it"
+    assert "3 of 4" in told["replay against the reference decoder"][1]
+    assert "1 at near ties" in told["replay against the reference decoder"][1]
     assert told["preflight on the serving engine"][0] == "no"
     assert told["sampled requests"][0] == "no"
     assert "24 requests of 12 conversations" in told["acceptance counted by vLLM"][1]
     assert "not by language, thinking, temperature, shaped" in told["slices"][1]
+
+
+def test_a_drafter_that_failed_verify_is_not_recommended(cfg, measured):
+    """The page said `yes` and `Serve with K` whatever the result was."""
+    faults = ["served tau 2.000 is -10.0% off the replayed 2.222 (limit 1.0%)", "texts <differ>"]
+    wrong = [{"sample_id": "s1", "near_tie": False}]
+    failed = {"ok": False, "faults": faults, "comparison": {"faults": faults[:1]}}
+    failed["reference"] = VERIFIED["reference"] | {"differing": wrong}
+    save(cfg, "verified", VERIFIED | failed)
+    page = read(cfg)
+    assert "Serve with" not in page.text
+    assert "No K is recommended: the drafter failed flywheel verify" in page.text
+    for fault in faults:
+        assert f"flywheel verify failed: {fault}" in page.text
+    assert ["result", "failed"] in cells(page, "served")
+    told = {text.partition(":")[0]: done for done, text in cells(page, "coverage")}
+    assert told["acceptance counted by vLLM"] == "failed"
+    assert told["replay against the reference decoder"] == "failed"
+    save(cfg, "verified", VERIFIED | {"comparison": {"faults": [], "unchecked": "too short"}})
+    told = {text.partition(":")[0]: done for done, text in cells(read(cfg), "coverage")}
+    assert told["acceptance counted by vLLM"] == "no"
 
 
 def test_without_verification_no_k_is_recommended(cfg, measured):
@@ -301,12 +329,10 @@ def test_samples_set_aside_are_counted_once_and_by_reason(cfg, measured):
     assert list(told) == ["samples set aside:\nnone"]
     row = dict.fromkeys(SET_ASIDE.names) | {"target_id": "t1", "reason": "other_text"}
     for key in ("taps-a", "taps-b"):  # the same sample, under two choices of layers
-        names = ("s1", "s2")
-        write_set_aside(
-            cfg.path("set_aside"), [row | {"sample_id": n, "features_key": key} for n in names]
-        )
+        rows = [row | {"sample_id": name, "features_key": key} for name in ("s1", "s2")]
+        write_set_aside(cfg.path("set_aside"), key, rows)
     other = row | {"sample_id": "s3", "target_id": "t2", "features_key": "taps-a"}
-    write_set_aside(cfg.path("set_aside"), [other])
+    write_set_aside(cfg.path("set_aside"), "taps-a", [other])
     text = cells(read(cfg), "coverage")[2][1]
     assert "2 samples were set aside by harvest, mostly other_text: 2" in text
 

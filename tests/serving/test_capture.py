@@ -185,12 +185,25 @@ def test_other_endpoints_are_left_alone(make, path):
     assert lines(middleware) == []
 
 
+def test_a_label_that_says_nothing_does_not_make_sampling_all_or_nothing(make, monkeypatch):
+    """Every request of a client that sends "None" was one conversation, kept or dropped as one."""
+    monkeypatch.setenv("FLYWHEEL_CAPTURE_SAMPLE", "0.5")
+    for label in ("None", "null", "0"):
+        middleware = make(FakeServer([json.dumps(CHAT).encode()]))
+        for _ in range(60):
+            exchange(middleware, {"turn": 1}, headers=[("X-Flywheel-Conversation", label)])
+        middleware.writer.close()
+        kept = middleware.writer.path.read_text().count("\n") / 2
+        middleware.writer.path.unlink()
+        assert 5 < kept < 55  # all or none by chance: once in 1e10
+
+
 def test_sampling_keeps_or_drops_whole_conversations(make, monkeypatch):
     monkeypatch.setenv("FLYWHEEL_CAPTURE_SAMPLE", "0.5")
     middleware = make(FakeServer([json.dumps(CHAT).encode()]))
     for turn in range(2):
         for i in range(40):
-            exchange(middleware, {"turn": turn}, headers=[("X-Flywheel-Conversation", str(i))])
+            exchange(middleware, {"turn": turn}, headers=[("X-Flywheel-Conversation", f"c{i}")])
     kept = [row["conversation_id"] for row in lines(middleware)]
     assert {kept.count(name) for name in kept} == {4}  # two choices in each of two turns
     assert 8 <= len(set(kept)) <= 32

@@ -4,7 +4,11 @@ import json
 
 import pytest
 
-from serving.capture_request import MAX_LABEL, read, with_token_ids
+from serving.capture_request import read, with_token_ids
+from store.consent import consents
+from store.labels import MAX_LABEL
+from store.objects import decode
+from store.privacy import answers
 
 CONSENT = b"x-flywheel-consent"
 DOMAIN = b"x-flywheel-domain"
@@ -54,6 +58,43 @@ def test_a_no_written_twice_in_the_body_is_a_no(body):
     assert not asked.consents
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"metadata": {"X-Flywheel-Consent": "false"}}',
+        b'{"metadata": {"Consent": "false"}}',
+        b'{"consent": false}',
+        b'{"Consent": "off", "model": "m"}',
+        b'{"consent": false, "consent": true}',
+        b'{"con\\u0073ent": false, "consent": true}',
+        b'{"extra_body": {"consent": false}}',
+        b'{"extra_body": {"metadata": {"consent": 0}}}',
+        b'{"extra_body": {"consent": 0}, "extra_body": {}}',
+        b'{"extra_headers": {"X-Flywheel-Consent": "no"}}',
+        b'{"metadata": "{\\"consent\\": false}"}',
+        b'{"headers": [["x-flywheel-consent", "no"]]}',
+    ],
+)
+def test_an_opt_out_that_ingest_honours_is_not_recorded(body):
+    """The capture looked for fewer spellings, in fewer places."""
+    asked = read([(CONSENT, b"true")], body)
+    assert asked is not None
+    assert not asked.consents
+    assert not consents(*answers(decode(body))), "nor ingested"
+
+
+def test_a_conversation_has_one_label_under_both_of_its_names():
+    named = [
+        ask(metadata={"conversation": "c1"}),
+        ask(metadata={"conversation_id": "c1"}),
+        ask([(b"x-flywheel-conversation", b"c1")], metadata={"conversation_id": "c2"}),
+        ask([(b"x-flywheel-conversation-id", b"c1")], metadata={"conversation": "c2"}),
+        ask(metadata={"conversation_id": "c1", "conversation": ""}),
+    ]
+    assert {asked.labels["conversation_id"] for asked in named} == {"c1"}
+    assert ask(metadata={"conversation_id": 1234}).labels["conversation_id"] == "1234"
+
+
 def test_one_label_in_utf8_latin1_and_metadata_is_one_domain():
     spellings = [
         ask([(DOMAIN, "büro".encode())]),
@@ -65,7 +106,9 @@ def test_one_label_in_utf8_latin1_and_metadata_is_one_domain():
 
 
 def test_labels_are_bounded_and_printable_and_different_ones_stay_different():
-    long = [ask(metadata={"conversation": "x" * 5000 + end}).labels["conversation"] for end in "ab"]
+    long = [
+        ask(metadata={"conversation": "x" * 5000 + end}).labels["conversation_id"] for end in "ab"
+    ]
     assert len(set(long)) == 2
     assert all(label is not None and len(label) == MAX_LABEL for label in long)
     asked = ask(metadata={"domain": "a\nb\u2028c", "tenant": "\n", "language": ["de"]})

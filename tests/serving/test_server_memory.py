@@ -62,3 +62,12 @@ def test_the_share_of_a_gpu_is_what_the_arguments_say():
     assert gpu_share([]) == 0.92
     assert gpu_share(["--x", "--gpu-memory-utilization", "0.4"]) == 0.4
     assert gpu_share(["--gpu-memory-utilization=0.3"]) == 0.3
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x05\0\0\0\0\0\0\0{", b"\x02\0\0\0\0\0\0\0[]", b"\xff" * 20, b"x" * 7]
+)
+def test_a_damaged_safetensors_file_is_named(tmp_path, data):
+    (tmp_path / "model-00001.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=r"model-00001\.safetensors: damaged"):
+        weight_bytes(tmp_path, 2)

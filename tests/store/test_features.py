@@ -204,6 +204,16 @@ def test_cache_names_missing_samples_and_refuses_other_features(shards):
         only["b0"]
 
 
+def test_a_shard_that_was_taken_away_meanwhile_is_named(shards):
+    """It was a FileNotFoundError, which no stage explains."""
+    paths, known = shards
+    cache = FeatureCache(paths, "t", [1, 5], 16, known.keys(), 0)
+    for path in paths:
+        path.unlink()
+    with pytest.raises(ValueError, match=r"cannot be read .*flywheel harvest"):
+        cache["a0"]
+
+
 def test_cache_key_depends_on_each_part():
     keys = {cache_key("t", [1, 2], "bfloat16"), cache_key("u", [1, 2], "bfloat16")}
     keys |= {cache_key("t", [1, 3], "bfloat16"), cache_key("t", [1, 2], "float32")}

@@ -1,6 +1,7 @@
 """Logs as they are found: rotated, compressed, cut, with a mark, or no logs at all."""
 
 import gzip
+import json
 import os
 import zlib
 from typing import Any
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from store import log_files
 from store.digests import Digests, digest_log, stamp
 from store.log_files import find_logs, open_log, other_kind
 from store.log_formats import Reject, Rules, parse_log
@@ -97,6 +99,9 @@ def test_rotated_logs_of_a_folder_are_found_and_the_rest_is_named(tmp_path):
         (b'[\n  {\n    "id": "a",\n    "conversations": [{"from": "hu', "one JSON array"),
         (b'[{"id": 1},\n{"id": 2}]', "one JSON array"),
         (b'[{"request": {}, "response": {"prompt_token_ids": [1]}}]', "jq -c '.[]'"),
+        (b"[\n" + LINES.strip().replace(b"\n", b",\n") + b"\n]\n", "jq -c '.[]'"),
+        (b"[" + LINES.strip().replace(b"\n", b"\n,") + b"]", "jq -c '.[]'"),
+        (b'[{"id": 1}]\n' + LINES, None),
         (b'{\n "request": {}\n}', "several lines"),
         (b"PAR1....", "Parquet"),
         (b"\xff\xfe{\0", "UTF-16"),
@@ -113,6 +118,47 @@ def test_files_that_hold_no_lines_say_what_they_are(tmp_path, data, kind):
     (tmp_path / "file").write_bytes(data)
     found = other_kind(tmp_path / "file")
     assert found is None if kind is None else kind in str(found)
+
+
+SERVED = b"INFO 11-30 12:00:00 [logger.py:39] Received request chat-1: prompt: 'a'\n"
+
+
+@pytest.mark.parametrize("lines", [1, 20_000])
+def test_one_line_of_the_server_in_a_log_does_not_hide_its_records(tmp_path, lines):
+    """Fifty good records were "the server's own text log" because of it."""
+    (tmp_path / "log").write_bytes(SERVED * lines + LINES)
+    assert other_kind(tmp_path / "log") is None
+    (tmp_path / "log").write_bytes(SERVED * lines + b'{"level": "info"}\n')
+    assert other_kind(tmp_path / "log") == "the server's own text log"
+
+
+def test_a_cut_zstd_log_gives_all_but_its_last_piece(tmp_path):
+    """A log of 400 kB gave nothing, a larger one lost its last MiB.
+
+    Lost are the block that is cut (128 KiB) and less than one piece before it.
+    """
+    random = os.urandom(1 << 17).hex().encode()
+    lines = b"".join(
+        b'{"v": 1, "x": "%s", "request_id": "r%d", "prompt_ids": [1], "output_ids": [3, 4]}\n'
+        % (random[i * 128 :][:128], i)
+        for i in range(2000)
+    )
+    path = tmp_path / "log.zst"
+    path.write_bytes(zstd(lines)[:-100])
+    *rows, reject = parse(path)
+    assert len(lines) * (1 - len(rows) / 2000) < (128 << 10) + log_files.PIECE
+    assert reject.reason == "damaged_file"
+
+
+def test_a_glob_of_folders_finds_their_logs(tmp_path):
+    """It was "no such file, folder or glob"."""
+    for name in ("a", "b"):
+        (tmp_path / "logs" / name).mkdir(parents=True)
+        (tmp_path / "logs" / name / "c.jsonl").write_bytes(LINES)
+    assert len(find_logs([f"{tmp_path}/logs/*"])[0]) == 2
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no \*\.jsonl file in"):
+        find_logs([f"{tmp_path}/emp*"])
 
 
 def test_a_parquet_file_says_what_it_is(tmp_path):
@@ -134,5 +180,12 @@ def test_digest_of_an_unchanged_log_is_kept(tmp_path):
     assert known.get(log) == digest
     log.write_bytes(LINES.replace(b"r1", b"r2"))
     assert known.get(log) is None
+    for other in ('{"%s": {}}', '{"%s": [1]}', '{"%s": {"stamp": 1, "bytes": {}}}'):
+        file.write_text(other % log)
+        assert Digests(file).get(log) is None
+    for prefixes in (1, {"a": 1}):  # JSON of another form ended ingest
+        entry = {"stamp": stamp(log), "bytes": 1, "sha256": "a", "prefixes": prefixes}
+        file.write_text(json.dumps({str(log): entry}))
+        assert Digests(file).get(log) is None
     file.write_text("{")
     assert Digests(file).get(log) is None

@@ -1,65 +1,18 @@
 """Everything a log can contain is a row, a counted refusal, or a reject with a reason."""
 
-import hashlib
 import json
 import random
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from store import log_formats
 from store.digests import digest_log
-from store.log_formats import NotUsed, Reject, Rules, parse_log
-from store.reasons import REASONS
+from store.log_formats import NotUsed, Reject, parse_log
 from store.schemas import TRAFFIC
-
-RULES = Rules(
-    target_id="t",
-    vocab_size=100,
-    default_domain="default",
-    min_output_tokens=2,
-    val_percent=10,
-    test_percent=10,
-)
-CAPTURE = {
-    "v": 1,
-    "captured_at": "2026-01-02T03:04:05.678901Z",
-    "request_id": "r1",
-    "endpoint": "/v1/chat/completions",
-    "model": "m",
-    "choice": 0,
-    "prompt_ids": [1, 2, 3],
-    "output_ids": [4, 5],
-    "finish_reason": "stop",
-    "temperature": 0,
-    "top_k": -1,
-    "conversation_id": "c1",
-    "domain": "sql",
-    "consent": True,
-    "language": "de",
-}
-
-
-def line(**changes):
-    return json.dumps(CAPTURE | changes).encode() + b"\n"
-
-
-def parse(path, data, rules=RULES) -> list[Any]:
-    path.write_bytes(data)
-    return list(parse_log(path, len(data), hashlib.sha256(data).hexdigest(), rules))
-
-
-def reason(path, data):
-    """Of the one outcome, of the class that the table gives it; only what is damaged is kept."""
-    (outcome,) = parse(path, data)
-    damaged = REASONS[outcome.reason.partition(":")[0]].damaged
-    assert isinstance(outcome, Reject if damaged else NotUsed), outcome
-    if isinstance(outcome, Reject):
-        assert outcome.raw == data[: log_formats.MAX_REJECT_BYTES]
-    return outcome.reason
+from tests.logs import RULES, line, pair, parse, reason
 
 
 def test_capture_record_becomes_a_row(tmp_path):
@@ -125,13 +78,13 @@ def test_cut_answers_are_kept(tmp_path, finish):
         (line(top_k=2**40), "bad_field:top_k"),
         (line(seed=2**70), "bad_field:seed"),
         (line(thinking="no"), "bad_field:thinking"),
-        (line(domain=["a"]), "bad_field:domain"),
+        (line(shaped=["\ud800"]), "bad_field:shaped"),
         (line(request_id="\ud800"), "bad_field:request_id"),
         (b'{"request": {}, "response": {"choices": [{"index": 0}]}}\n', "no_token_ids"),
         (b'{"request": {}, "response": {"choices": []}}\n', "no_token_ids"),
         (b'{"request": {}, "response": {"error": "busy"}}\n', "finish_error"),
         (b'{"request": {}, "response": {}}\n', "unknown_format"),
-        (b'{"v": 1, "domain": "a", "domain": "b"}\n', "duplicate_field:domain"),
+        (b'{"v": 1, "domain": "a", "domain": "b"}\n', "duplicate_field"),
     ],
 )
 def test_rejects(tmp_path, data, expected):
@@ -159,99 +112,6 @@ def test_last_line_without_newline_is_used_when_it_is_whole(tmp_path):
     assert len(parse(tmp_path / "l", line()[:-1])) == 1
 
 
-NO_CONSENT = NotUsed(0, "no_consent")
-
-
-@pytest.mark.parametrize(
-    "consent", [False, "false", 0, "maybe", [], "no", "off", "", "true, false", "false, false"]
-)
-def test_no_consent_is_counted_and_never_kept(tmp_path, consent):
-    assert parse(tmp_path / "l", line(consent=consent, finish_reason="error")) == [NO_CONSENT]
-
-
-def pair(request=None, response=None, **more) -> bytes:
-    answer = {"prompt_token_ids": [1], "choices": [{"finish_reason": "stop", "token_ids": [3, 4]}]}
-    record = {"request": request or {}, "response": answer | (response or {})} | more
-    return json.dumps(record).encode() + b"\n"
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b'{"v": 1, "consent": false, "consent": true, "prompt_ids": [1], "output_ids": [2, 3]}\n',
-        b'{"v": 1, "consent": true, "consent": null, "consent": "off", "prompt_ids": [1]}\n',
-        pair({"metadata": {"consent": False}}, {"choices": []}),
-        pair({"metadata": {"consent": "yes"}}, headers={"X-Flywheel-Consent": "true, no"}),
-        pair({"headers": {"x-flywheel-consent": ["false", "true"]}}),
-        pair({"extra_body": {"metadata": {"Consent": 0}}}),
-        pair(metadata={"consent": "nope"}),
-        line(v=2, consent=False),
-        b'{"messages": "my secret", "consent": false}\n',
-        b'[{"consent": false, "secret": 1}]\n',
-        line(consent="false")[:-3] + b"\n",
-        b'{"v": 1, "consent": fal',
-        b'{"v": 1, "consent"',
-        b'{"v": 1, "consent": "true',
-        b'{"secret": 1, "con\\u0073ent": false, }\n',
-        b'"{\\"consent\\": false}" and more\n',
-    ],
-)
-def test_a_refusal_is_seen_before_anything_else_refuses_the_line(tmp_path, data):
-    """Bytes of records without consent reached rejects/ when something else was wrong with them."""
-    assert parse(tmp_path / "l", data) == [NO_CONSENT]
-
-
-@pytest.mark.parametrize(
-    "data", [b'{"consent": null, "v": 1, \n', b'{"consent": "true", x\n', b"I consent: no\n"]
-)
-def test_damaged_lines_that_refuse_nothing_are_kept(tmp_path, data):
-    assert reason(tmp_path / "l", data) == "not_json"
-
-
-def test_a_refusal_in_a_torn_record_does_not_take_the_next_one(tmp_path):
-    torn = b'{"v": 1, "consent": false, "prompt_ids": [1, 2'
-    outcomes = parse(tmp_path / "l", torn + line())
-    assert outcomes[0] == NO_CONSENT
-    assert outcomes[1]["request_id"] == "r1"
-
-
-REDACTED = "redacted-by-litellm"
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        pair({"messages": [{"role": "user", "content": REDACTED}]}),
-        pair({"prompt": "mail [REDACTED] to <EMAIL_REDACTED>"}),
-        pair(response={"choices": [{"token_ids": [3, 4], "message": {"content": "[redacted]"}}]}),
-        pair({"messages": [{"content": REDACTED}]}, {"choices": [{"text": "clear"}]}),
-        pair(redacted=True),
-        b'{"messages": "redacted-by-litellm", "response": "a clear answer"}\n',
-    ],
-)
-def test_a_half_redacted_pair_is_counted_and_nothing_of_it_is_kept(tmp_path, data):
-    """Its ids were trained on, and clear answers of redacted logs were copied into rejects/."""
-    assert parse(tmp_path / "l", data) == [NotUsed(0, "redacted")]
-
-
-def test_damaged_lines_with_a_mark_keep_no_bytes(tmp_path):
-    (outcome,) = parse(tmp_path / "l", b'{"prompt": "redacted-by-litellm", "answer": "clear\n')
-    assert outcome == Reject(0, "not_json", b"")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        pair({"messages": [{"content": "redacted"}]}),
-        pair({"messages": [{"content": "see [the redacted report](x) (redacted)"}]}),
-        pair({"metadata": {"tenant": "[REDACTED]"}}),
-        line(domain="[REDACTED]"),
-    ],
-)
-def test_a_word_or_a_label_is_no_redaction(tmp_path, data):
-    assert isinstance(parse(tmp_path / "l", data)[0], dict)
-
-
 def test_another_model_behind_a_gateway_is_not_the_target(tmp_path):
     """response.model was not read: half of a gateway's log was another model's."""
     data = pair({"model": "qwen3-8b"}, {"model": "qwen3-4b-fallback"})
@@ -277,11 +137,51 @@ def test_a_record_with_the_targets_id_needs_no_name(tmp_path):
     assert (outcome.reason, outcome.detail) == ("other_target", "x")
 
 
+def test_our_own_captures_are_used_whatever_models_are_listed(tmp_path):
+    """ingest.models dropped records that carry the target's own id."""
+    listed = replace(RULES, models=("qwen3-8b",))
+    (row,) = parse(tmp_path / "l", line(target_id="t", model="alias"), listed)
+    assert row["model"] is None
+    assert parse(tmp_path / "l", line(model="x"), listed) == [NotUsed(0, "not_in_models", "x")]
+
+
+def test_a_name_of_the_client_is_detail_and_no_reason(tmp_path):
+    """Its raw characters were in the reason: half a character could not be written to rejects/."""
+    doubled = b'{"v":1,"\\ud800\\n%s":1,"\\ud800\\n%s":2}\n' % (b"x" * 999, b"x" * 999)
+    (outcome,) = parse(tmp_path / "l", doubled)
+    assert (outcome.reason, len(outcome.detail)) == ("duplicate_field", 103)
+    assert outcome.detail.startswith("\\ud800\\nxxx")
+    (outcome,) = parse(tmp_path / "l", line(adapter={"\ud800": 1}))
+    outcome.detail.encode()
+
+
 def test_labels_are_in_one_form(tmp_path):
     """Domains of one name in two Unicode forms had two splits and two slices."""
     composed, split = "b\u00fcro", "bu\u0308ro"
     rows = parse(tmp_path / "l", line(domain=composed) + line(domain=f" {split} "))
     assert [row["domain"] for row in rows] == [composed, composed]
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [(1234, "1234"), (True, "True"), (["a"], None), ({"a": 1}, None), ("\ud800", "\ufffd")],
+)
+def test_a_label_that_is_no_text_refuses_nothing(tmp_path, label, expected):
+    """`"conversation_id": 1234` was a damaged record; 5 % of them stopped ingest."""
+    for data in (line(tenant=label), pair({"metadata": {"tenant": label}})):
+        (row,) = parse(tmp_path / "l", data)
+        assert row["tenant"] == expected
+    (row,) = parse(tmp_path / "l", pair({"metadata": {"conversation_id": label}}))
+    assert row["conversation_id"] == (expected or row["conversation_id"])
+
+
+def test_a_conversation_has_one_label_under_both_of_its_names(tmp_path):
+    """The capture read metadata.conversation, ingest metadata.conversation_id."""
+    for name in ("conversation", "conversation_id"):
+        (row,) = parse(tmp_path / "l", pair({"metadata": {name: " c\n1 "}}))
+        assert row["conversation_id"] == "c\ufffd1"
+    long = [parse(tmp_path / "l", line(domain="x" * 999 + end))[0]["domain"] for end in "ab"]
+    assert [len(one) for one in {*long}] == [200, 200]
 
 
 @pytest.mark.parametrize("label", ["None", "null", " ", "", "undefined"])
@@ -306,12 +206,6 @@ def test_a_byte_order_mark_is_no_damage(tmp_path):
     outcomes = parse(tmp_path / "l", b"\xef\xbb\xbf" + line() + b"}{\n")
     assert [type(o) for o in outcomes] == [dict, Reject]
     assert outcomes[1].offset == 3 + len(line())
-
-
-@pytest.mark.parametrize("consent", [True, "true", "1", "yes", "True"])
-def test_consent(tmp_path, consent):
-    (row,) = parse(tmp_path / "l", line(consent=consent))
-    assert row["consent"] is True
 
 
 def test_overlong_line_is_rejected_and_the_next_is_read(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Intervals hold what they promise: coverage, power and clusters by simulation, seeded."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -101,6 +103,8 @@ def test_values_are_ratios_of_sums_and_pairing_cancels_what_is_shared():
     assert draws.position_gain(ours, theirs, 3).value == pytest.approx(3 / 24)
     same = draws.tau_gain(ours, ours, 3)
     assert (same.value, same.detectable, same.conversations_for(0.1)) == (0.0, None, None)
+    rounded = replace(same, error=4e-17)  # of ratios that are equal but for the last digit
+    assert (rounded.detectable, rounded.conversations_for(0.1)) == (None, None)
     assert same.interval is not None
     assert same.interval[0] < -0.1 < 0.1 < same.interval[1], "a 13th conversation may differ"
     wanted = gain.conversations_for((gain.detectable or 0) / 2)

@@ -4,10 +4,13 @@ import json
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from jobs import ingest
 from store.schemas import REJECTS
 from store.shards import read_dataset, read_manifests
+from store.traffic_table import read_traffic
 from tests.capture_logs import line, write_log
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -29,11 +32,11 @@ def test_too_many_rejects_publish_nothing_and_say_what_is_wrong(configure):
     cfg = configure()
     write_log(cfg, "a.jsonl", [line(i) for i in range(90)])
     (cfg.path("capture") / "b.jsonl").write_bytes(os.urandom(2000).replace(b"\n", b"") + b"\n" * 2)
-    write_log(cfg, "c.jsonl", ["{}\n"] * 10)
-    with pytest.raises(ValueError, match=r"11 of 101 records rejected \(10\.9% > .*unknown_format"):
+    write_log(cfg, "c.jsonl", ["{}\n"] * 12)
+    with pytest.raises(ValueError, match=r"13 of 103 records rejected \(12\.6% > .*unknown_format"):
         ingest.run(cfg)
     assert read_manifests(cfg.path("traffic")) == []
-    assert read_dataset(cfg.path("rejects"), REJECTS).num_rows == 11
+    assert read_dataset(cfg.path("rejects"), REJECTS).num_rows == 13
     summary = ingest.run(configure("ingest.max_reject_rate=0.2"))
     assert (summary["reused"], summary["samples"]) == (3, 90)
 
@@ -131,3 +134,28 @@ def test_a_text_log_is_named_once_and_not_copied(configure):
     ):
         ingest.run(configure())
     assert sum(p.stat().st_size for p in configure().path("rejects").rglob("*.parquet")) == 0
+
+
+def test_one_torn_line_in_a_short_log_does_not_stop_ingest(configure):
+    """1 of 10 is above 5 %, and no evidence of a rate above 5 %."""
+    cfg = configure()
+    write_log(cfg, "a.jsonl", [*(line(i) for i in range(9)), line(9)[:40] + "\n"])
+    summary = ingest.run(cfg)
+    assert (summary["accepted"], summary["rejected"]) == (9, {"not_json": 1})
+    with pytest.raises(ValueError, match="1 of 10 records rejected"):
+        ingest.run(configure("ingest.max_reject_rate=0"))
+
+
+def test_a_wrong_answerers_samples_go_when_the_right_names_accept_nothing(configure, target):
+    """Nothing was accepted, so nothing was published, and the other model's stayed in traffic/."""
+    cfg = configure()
+    write_log(cfg, "gateway.jsonl", [pair(i, "fallback", "fallback") for i in range(10)])
+    assert ingest.run(cfg)["samples"] == 10
+    with pytest.raises(ValueError, match="not_in_models"):
+        ingest.run(configure("ingest.models=[qwen3-8b]"))
+    assert read_traffic(cfg.path("traffic")).num_rows == 0
+    assert ingest.run(cfg)["samples"] == 10, "the former rules come back"
+    save_file({"w": torch.ones(4)}, target / "model.safetensors")
+    with pytest.raises(ValueError, match="not_in_models"):
+        ingest.run(configure("ingest.models=[qwen3-8b]"))
+    assert read_traffic(cfg.path("traffic")).num_rows == 10, "those of another target stay"

@@ -11,16 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash.checkpoint import drafter_sha256, load_drafter, save_drafter
+from dflash.checkpoint import drafter_sha256, load_drafter, read_config, save_drafter
 from dflash.identity import legacy_target_id, target_id
 from dflash.model import new_drafter
 from dflash.target_model import load_borrowed
 from dflash.vocabulary import set_vocabulary
 from jobs.base.config import load
 from jobs.base.drafter_shape import drafter_config
+from jobs.dataset.samples import features_folder
 from jobs.proof.folder_checks import check_folder
+from store.features import features_row
 from store.ids import sample_id
-from store.schemas import TRAFFIC
+from store.schemas import TRAFFIC, features_schema
 from store.shards import write_manifest, write_shard
 from tests.tiny import add_tokenizer, make_target
 
@@ -36,6 +38,7 @@ def healthy(tmp_path_factory):
     write_traffic(cfg, [[5, 6, 7], [8, 9]])
     folder = save_drafter(new_drafter(drafter_config(cfg), 0), work / "drafters/d", torch.bfloat16)
     write_evaluation(cfg, folder, target_id(cfg.target_path))
+    write_features(cfg, read_config(folder).target_layer_ids)
     return work
 
 
@@ -49,6 +52,15 @@ def write_traffic(cfg, outputs, identity=None):
     folder = cfg.path("traffic")
     shutil.rmtree(folder, ignore_errors=True)
     table = pa.Table.from_pylist(rows, schema=TRAFFIC)
+    write_manifest(folder, "m", [write_shard(folder / "a.parquet", table)], {})
+
+
+def write_features(cfg, taps):
+    """Something published under the target's id for these layers."""
+    identity = target_id(cfg.target_path)
+    folder, schema = features_folder(cfg, identity, taps), features_schema(identity, list(taps), 32)
+    row = features_row("s", [1], torch.zeros(1, 32 * len(taps)).bfloat16())
+    table = pa.Table.from_pylist([row], schema=schema)
     write_manifest(folder, "m", [write_shard(folder / "a.parquet", table)], {})
 
 
@@ -125,6 +137,7 @@ def know_again(work):
     cfg = load(None, [f"work={work}", *SETTINGS])
     write_traffic(cfg, [[5, 6, 7], [8, 9]])
     write_evaluation(cfg, work / "drafters" / "d", target_id(cfg.target_path))
+    write_features(cfg, read_config(work / "drafters" / "d").target_layer_ids)
 
 
 def test_a_target_without_a_tokenizer_is_checked_without_one(work):
@@ -183,7 +196,7 @@ def test_a_config_that_would_be_served_wrongly(work, values, message):
 @pytest.mark.parametrize(
     ("dflash", "message"),
     [
-        ({"target_layer_ids": [2, 3]}, r"taps: target_layer_ids \[2, 3\], features are of"),
+        ({"target_layer_ids": [2, 3]}, r"taps: target_layer_ids \[2, 3\]: no features of these"),
         ({"target_layer_ids": [3, 1]}, "config: .*strictly increasing"),
         ({"target_layer_ids": [1, 5]}, "config: .*must lie in 0..4"),
         ({"mask_token_id": None}, "config: .*lacks mask_token_id"),
@@ -197,6 +210,18 @@ def test_a_dflash_config_that_would_be_served_wrongly(work, dflash, message):
     config = json.loads((work / "drafters" / "d" / "config.json").read_text())
     edit(work, dflash_config=config["dflash_config"] | dflash)
     assert any(re.search(message, row) for row in look(work)["fail"]), look(work)
+
+
+def test_a_drafter_of_other_layers_passes_where_their_features_are(work):
+    """It was refused because drafter.taps names others, although they were harvested."""
+    rows = look(work, "drafter.taps=[2,3]")
+    assert rows["fail"] == []
+    cfg = load(None, [f"work={work}", *SETTINGS, "serve.max_model_len=200"])
+    shutil.rmtree(cfg.path("features"))
+    [check] = [c for c in check_folder(cfg, work / "drafters" / "d") if c.status == "fail"]
+    assert check.name == "taps"
+    taps = ",".join(map(str, read_config(work / "drafters" / "d").target_layer_ids))
+    assert f"`flywheel harvest drafter.taps={taps}`" in check.fix
 
 
 def test_causality_must_be_written_once(work):

@@ -159,6 +159,7 @@ def test_rounds_without_room_prove_nothing(targets, known, prompts):
     short = compare(target, known, served(target, known, prompts, length=K), K)
     assert short.rounds > 0
     assert short.whole == 0
+    assert "no served answer holds a whole block" in short.unchecked
     assert compare(target, known, served(target, known, prompts[:1]), K).whole > 5
 
 
@@ -171,6 +172,15 @@ def test_requests_that_were_drafted_less_are_left_out_by_name(targets, known, pr
     less.spec["per_step_drafted"] = [K - 1] * len(less.spec["per_step_accepted"])
     found = compare(target, known, [(first, less), (second, b)], K)
     assert (found.left_out, found.names) == ([first], [second])
+    assert found.unchecked == ""
+    assert f"drafted less than {K} tokens and left out: 1 answers ({first})" in found.words()
+    found = compare(target, known, [(first, less)], K)
+    assert found.unchecked == f"the engine drafted less than {K} tokens for 1 answers ({first})"
+    one = completion(b.prompt_ids, b.output_ids[:1], [])
+    assert (
+        "no served answer has a second token"
+        in compare(target, known, [(second, one)], K).unchecked
+    )
 
 
 def difference(gap, served=2, replayed=1):

@@ -167,6 +167,21 @@ def test_an_interrupted_upload_is_finished_by_the_next_run(where, request, monke
     assert drafter_sha256(opened(cfg, "champion")[1]) == drafter_sha256(folder)
 
 
+def test_artifacts_that_were_lost_are_written_again_when_the_drafter_is_promoted_again(cfg):
+    """It said `unchanged` of a champion that no server could open."""
+    folder, _ = promoted(cfg, "one", 1)
+    (opened(cfg, "champion")[1] / WEIGHTS).unlink()
+    promotion.evaluate(cfg, folder)
+    again = cfg.override("promote", drafter=str(folder))
+    assert promote.run(again)["decision"] == "unchanged"
+    assert drafter_sha256(opened(cfg, "champion")[1]) == drafter_sha256(folder)
+    (opened(cfg, "champion")[1] / WEIGHTS).unlink()
+    other = shutil.copytree(folder, folder.with_name("copy"))
+    promotion.evaluate(cfg, other)
+    with pytest.raises(ValueError, match=r"version 1 .*gone or damaged.*name the folder one, as"):
+        promote.run(cfg.override("promote", drafter=str(other)))
+
+
 def test_a_store_that_changes_what_it_gets_registers_nothing(cfg, monkeypatch, capsys):
     folder = make_drafter(cfg, "one", 1)
     promotion.evaluate(cfg, folder)
@@ -306,7 +321,8 @@ def test_labels_of_any_text_are_stored(where, request, tmp_path):
 def test_two_first_commands_of_a_work_folder_at_once(tmp_path):
     """Both made the tables: `table experiments already exists`."""
     code = (
-        "import sys; from jobs.base.config import load; from jobs.registry.versions import Registry\n"
+        "import sys; from jobs.base.config import load\n"
+        "from jobs.registry.versions import Registry\n"
         "print(Registry(load(None, sys.argv[1:])).current('champion'))"
     )
     command = [sys.executable, "-c", code, f"work={tmp_path / 'new'}"]

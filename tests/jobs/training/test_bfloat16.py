@@ -12,7 +12,13 @@ from jobs.tracking.mlflow_runs import Tracker
 from jobs.training.states import read_state, states_folder
 from tests.work import configure, make_base
 
-BF16 = ["target.dtype=bfloat16", "train.steps=12", "train.checkpoint_every=6", "train.ema=0.9"]
+BF16 = [
+    "target.dtype=bfloat16",
+    "train.dtype=bfloat16",
+    "train.steps=12",
+    "train.checkpoint_every=6",
+    "train.ema=0.9",
+]
 BF16 += ["train.val_every=6", "train.lr=2e-3", "train.seed=3", "evaluate.split=val"]
 
 
@@ -82,7 +88,7 @@ def test_a_resumed_run_is_the_same_run(trained, harvested, tmp_path):
 
 def test_the_curve_is_that_of_float32(trained, work):
     cfg, summary = trained
-    wide = configure(work, *BF16, "target.dtype=float32")
+    wide = configure(work, *BF16, "target.dtype=float32", "train.dtype=float32")
     expected, found = losses(wide, train.run(wide)), losses(cfg, summary)
     assert sorted(found) == sorted(expected)
     for step, loss in found.items():

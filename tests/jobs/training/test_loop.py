@@ -26,6 +26,7 @@ from jobs.dataset import samples
 from jobs.tracking.mlflow_runs import Tracker
 from jobs.training.feed import LazySamples, feature_cache, training_set
 from jobs.training.runs import live_pin
+from jobs.training.states import has_ended, has_result, is_unfinished, states_folder
 from store.schemas import ACCEPTANCE, FEATURES
 from store.shards import read_dataset, read_manifests
 from tests.work import SETTINGS, configure, make_base
@@ -134,6 +135,24 @@ def test_a_run_continues_when_its_base_has_moved(work, tmp_path):
     tracker = Tracker.start(moved, again["name"], {})
     tags = tracker.client.get_run(tracker.run_id).data.tags
     assert tags["execution.base"] == str(tmp_path / "moved")
+
+
+def test_a_group_that_was_killed_before_its_export_exports_when_ray_tries_again(work, monkeypatch):
+    """The result stood already, so the group that Ray started again reported {} and left."""
+    cfg = configure(work, "train.steps=3", "train.seed=13")
+    trained = train.run(cfg)
+    name, states = trained["name"], states_folder(cfg, trained["name"])
+    assert has_ended(cfg, name)
+    first = load_file(f"{trained['folder']}/model.safetensors")
+    shutil.rmtree(trained["folder"])
+    assert has_result(states)
+    assert not has_ended(cfg, name)
+    assert is_unfinished(cfg, name)
+    monkeypatch.setattr(train, "forget_result", lambda folder: None)  # as in Ray's next try
+    again = train.run(cfg)
+    assert (again["name"], again["best_val_tau"]) == (name, trained["best_val_tau"])
+    second = load_file(f"{again['folder']}/model.safetensors")
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 def test_a_largest_length_cuts_samples_and_is_another_run(work):

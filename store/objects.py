@@ -1,0 +1,48 @@
+"""JSON objects of requests and logs as they are written: a name that stands twice is noticed.
+
+One decoder for the capture and for ingest, so that both see the same values.
+"""
+
+import json
+from typing import Any
+
+KEYS = frozenset({"consent", "x-flywheel-consent"})
+"""Names, in lower case, whose value is the owner's answer."""
+PLACES = frozenset(
+    {"metadata", "headers", "extra_headers", "extra_body", "request", "response", "rawheaders"}
+)
+"""Names, in lower case, of what may hold one of KEYS."""
+TWICE = object()  # under this key: the names that stand in one object with two values
+
+
+class Copies(list):
+    """The values of a name of KEYS or PLACES that stands in one object more than once."""
+
+
+def decode(text: bytes) -> Any:
+    """A JSON value. Raises ValueError, or RecursionError for one that is nested too deep."""
+    return _DECODER.decode(text.decode("utf-8", "surrogatepass"))
+
+
+def copies(value: Any) -> list[Any]:
+    """All values that stand under one name."""
+    return value if isinstance(value, Copies) else [value]
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
+    """A JSON object; names that stand in it twice are not silently the last one's."""
+    found: dict[Any, Any] = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    for key in dict(pairs):
+        values = [value for name, value in pairs if name == key]
+        if any(value != values[0] for value in values):
+            name = key.lower()
+            if name in KEYS or name in PLACES:
+                found[key] = Copies(values)
+            if name not in KEYS:  # of answers about consent every one counts: nothing is in doubt
+                found.setdefault(TWICE, []).append(key)
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_pairs)
