@@ -111,7 +111,7 @@ def ask(cfg: Config, ours: Ours, folder: str, asked: list[Request]) -> Pool:
         plain = complete(running.url, asked, at_once, "without a drafter")
         control = read_again(running.url, plain, READ, "control")
         reading = read_again(running.url, drafted, READ, "read again")
-    names = [one.conversation for one in asked]
+    names = [str(one.conversation) for one in asked]
     answers = [answer_of(ours, one) for one in drafted]
     return Pool(
         names=names,

@@ -111,7 +111,10 @@ def judged(
     running.drafts.unlink(missing_ok=True)
     with running:
         answers = complete(running.url, asked, cfg.verify.concurrency)
-    names, read = [one.conversation for one in asked], [answer_of(ours, one) for one in answers]
+    names, read = (
+        [str(one.conversation) for one in asked],
+        [answer_of(ours, one) for one in answers],
+    )
     drafted = traces(names, answers, read, read_drafts(running.drafts))
     ours = with_noise(cfg, folder, ours, drafted)
     of = {one.request_id: answer for one, answer in zip(answers, read, strict=True)}
