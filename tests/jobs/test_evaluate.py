@@ -169,8 +169,10 @@ def test_a_set_that_a_target_too_large_would_have_to_answer_is_skipped_by_name(
 @pytest.mark.parametrize("aside", [False, True])
 def test_a_regression_set_without_a_round_is_skipped_by_name(work, tmp_path, monkeypatch, aside):
     """It ended evaluate after all replay, with a message that did not name the set."""
-    one = write(tmp_path / "one.jsonl", *[{"question": f"w{5 + i}"} for i in range(2)])
-    two = write(tmp_path / "two.jsonl", {"question": "w7 w8"})
+    one = write(
+        tmp_path / "one.jsonl", *[{"question": f"w{5 + i}", "answer": ""} for i in range(2)]
+    )
+    two = write(tmp_path / "two.jsonl", {"question": "w7 w8", "answer": ""})
     cfg = configure(work, f"evaluate.regression=[{one},{two}]", "evaluate.regression_tokens=12")
     load_sets = regression_sets.load_sets
 
