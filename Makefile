@@ -54,9 +54,11 @@ test-fast: $(INSTALLED)  ## the tests that take seconds
 	$(BIN)/python -m pytest $(TWICE) -m "not e2e and not slow" $(ARGS)
 
 .PHONY: lint
-lint: $(INSTALLED)  ## ruff and pyright
+lint: $(INSTALLED)  ## ruff, sizes, imports and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/sizes.py
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
 
 bench-%: $(INSTALLED)  ## run bench/NAME.py (dashes become underscores); its last line is JSON
@@ -78,7 +80,7 @@ bench-train bench-train-race: $(PEER)/.installed
 
 .PHONY: clean
 clean:  ## remove .venv and caches; runs/ stays
-	rm -rf .venv $(PEER) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv $(PEER) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help

@@ -20,11 +20,12 @@ from matplotlib.figure import Figure
 from bench.domains import prompts as more_prompts
 from bench.harness import cpu_name, report
 from jobs import evaluate, harvest, ingest, target, traffic, train
-from jobs.checkpoints import read_result, states_folder
-from jobs.cluster import cluster
-from jobs.config import Config, load
-from jobs.console import print_table
-from jobs.demo_traffic import Prompt, prompts
+from jobs.base.cluster import cluster
+from jobs.base.config import Config, load
+from jobs.base.console import print_table
+from jobs.demo_data.prompts import Prompt, prompts
+from jobs.training.states import read_result, states_folder
+from store import files
 from store.files import commit
 from store.ids import split_of
 
@@ -157,7 +158,7 @@ def finish(study: Study, found: list[dict[str, Any]]) -> None:
     for row in found:
         row["gain"] = row["tau"][NEW] / base["tau"][NEW] - 1
         row["kept"] = {name: row["tau"][name] / base["tau"][name] - 1 for name in OLD}
-    evaluate.save_json(study.folder / "adapt.json", {"cpu": cpu_name(), "rows": found})
+    files.save_json(study.folder / "adapt.json", {"cpu": cpu_name(), "rows": found})
     table = [
         [r["recipe"], r["tokens"], r["tau"][NEW], *(r["tau"][n] for n in OLD), r["seconds"]]
         for r in found

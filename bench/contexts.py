@@ -18,10 +18,12 @@ from transformers import AutoTokenizer
 
 from bench.harness import cpu_name, report
 from jobs import evaluate, harvest, ingest, traffic, train
-from jobs.cluster import cluster
-from jobs.config import Config, load
-from jobs.console import print_table
-from jobs.demo_traffic import Prompt, prompts
+from jobs.base.cluster import cluster
+from jobs.base.config import Config, load
+from jobs.base.console import print_table
+from jobs.demo_data.prompts import Prompt, prompts
+from jobs.evaluation import drafters
+from store import files
 
 LONG, EARLIER, CONVERSATIONS = "long", 8, 150
 RECIPES = {"no mix": [], "mix 0.5": ["train.mix=0.5"]}
@@ -41,7 +43,7 @@ def main() -> None:
     shared = [*sys.argv[1:], f"target.path={demo.target_path}", f"work={work}"]
     shared += [f"ingest.logs={demo.path('capture')},{work / 'capture'}"]
     cfg = load(None, shared)
-    base = evaluate.find_drafter(demo, demo.evaluate.drafter)
+    base = drafters.find_drafter(demo, demo.evaluate.drafter)
     traffic.send(cfg, long_prompts(demo))
     with cluster(cfg):
         ingest.run(cfg)
@@ -102,7 +104,7 @@ def finish(cfg: Config, found: dict[str, dict[str, float]]) -> None:
     ]
     detail: dict[str, Any] = {"cpu": cpu_name(), "prompt_tokens": statistics.median(lengths)}
     detail |= {"tau": found}
-    evaluate.save_json(cfg.path("contexts.json"), detail)
+    files.save_json(cfg.path("contexts.json"), detail)
     names = sorted(found["base"])
     rows = [[recipe, *(taus[name] for name in names)] for recipe, taus in found.items()]
     print_table("Replayed tau", ["recipe", *names], rows)

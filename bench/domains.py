@@ -6,7 +6,7 @@ verdict with reasons.
 
 import random
 
-from jobs.demo_traffic import Prompt
+from jobs.demo_data.prompts import Prompt
 
 Messages = list[dict[str, str]]
 

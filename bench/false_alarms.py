@@ -22,17 +22,19 @@ import torch
 from bench.harness import cpu_name
 from dflash.agreement import TIES, tie_bound
 from dflash.diagnose import Answer, Trace
-from jobs.comparison import compare
-from jobs.config import Config, load
-from jobs.console import console
-from jobs.evaluate import find_drafter
-from jobs.findings import Ours, check_drafts, check_text
-from jobs.measure import READ
-from jobs.samples import load_rows
-from jobs.serve import dtype_name, served_dtype, server, vllm_version
-from jobs.servers import serving
+from jobs.base.config import Config, load
+from jobs.base.console import console
+from jobs.base.devices import dtype_name, served_dtype
+from jobs.base.packages import vllm_version
+from jobs.dataset.samples import load_rows
+from jobs.evaluation.drafters import find_drafter
+from jobs.fleet.replica import server
+from jobs.fleet.server_pool import serving
+from jobs.proof.engine_checks import Ours, check_drafts, check_text
+from jobs.proof.engine_trial import answer_of, prepare, traces, with_noise
+from jobs.proof.measurements import READ
+from jobs.proof.round_comparison import compare
 from jobs.traffic import as_request, demo_prompts
-from jobs.trial import answer_of, prepare, traces, with_noise
 from serving.client import Completion, Request, complete
 from serving.drafts import read_drafts
 from serving.greedy import Reading, judge, read_again
@@ -109,7 +111,7 @@ def ask(cfg: Config, ours: Ours, folder: str, asked: list[Request]) -> Pool:
         plain = complete(running.url, asked, at_once, "without a drafter")
         control = read_again(running.url, plain, READ, "control")
         reading = read_again(running.url, drafted, READ, "read again")
-    names = [one.conversation for one in asked]
+    names = [str(one.conversation) for one in asked]
     answers = [answer_of(ours, one) for one in drafted]
     return Pool(
         names=names,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.harness import report
-from jobs.intervals import Resamples, Term
+from jobs.evaluation.intervals import Resamples, Term
 
 K, DRAWS, ROUNDS, REQUESTS = 3, 400, 15, 3
 SIZES = (5, 10, 20, 100)

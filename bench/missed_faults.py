@@ -22,15 +22,17 @@ from safetensors.torch import load_file, save_file
 
 from bench.false_alarms import REQUESTS, new_requests
 from bench.harness import cpu_name
-from jobs.comparison import compare
-from jobs.config import Config, load
-from jobs.console import console
-from jobs.evaluate import find_drafter
-from jobs.findings import Ours, check_drafts
-from jobs.samples import load_rows
-from jobs.serve import dtype_name, server, vllm_version
-from jobs.servers import serving
-from jobs.trial import answer_of, prepare, traces, with_noise
+from jobs.base.config import Config, load
+from jobs.base.console import console
+from jobs.base.devices import dtype_name
+from jobs.base.packages import vllm_version
+from jobs.dataset.samples import load_rows
+from jobs.evaluation.drafters import find_drafter
+from jobs.fleet.replica import server
+from jobs.fleet.server_pool import serving
+from jobs.proof.engine_checks import Ours, check_drafts
+from jobs.proof.engine_trial import answer_of, prepare, traces, with_noise
+from jobs.proof.round_comparison import compare
 from serving.client import Request, complete
 from serving.drafts import read_drafts
 
@@ -109,7 +111,10 @@ def judged(
     running.drafts.unlink(missing_ok=True)
     with running:
         answers = complete(running.url, asked, cfg.verify.concurrency)
-    names, read = [one.conversation for one in asked], [answer_of(ours, one) for one in answers]
+    names, read = (
+        [str(one.conversation) for one in asked],
+        [answer_of(ours, one) for one in answers],
+    )
     drafted = traces(names, answers, read, read_drafts(running.drafts))
     ours = with_noise(cfg, folder, ours, drafted)
     of = {one.request_id: answer for one, answer in zip(answers, read, strict=True)}

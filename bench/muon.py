@@ -8,7 +8,7 @@ import torch
 
 from bench.harness import paired, report
 from dflash.optim import BLOCK_ROWS, Muon
-from dflash.target import resolve_dtype
+from dflash.target_model import resolve_dtype
 
 SHAPES = [(576, 2880)] + 2 * (
     2 * [(576, 576)] + 2 * [(192, 576)] + 2 * [(1536, 576)] + [(576, 1536)]

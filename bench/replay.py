@@ -17,14 +17,14 @@ from bench.harness import report, seconds
 from dflash.checkpoint import load_drafter
 from dflash.decode import decode
 from dflash.replay import Request, replay
-from dflash.target import load_target
-from jobs.config import load
-from jobs.evaluate import find_drafter
-from jobs.measure import as_request
-from jobs.samples import load_requests
-from jobs.serve import server
-from jobs.servers import serving
-from jobs.shape import end_tokens
+from dflash.target_model import load_target
+from jobs.base.config import load
+from jobs.base.target_facts import end_tokens
+from jobs.dataset.samples import load_requests
+from jobs.evaluation.drafters import find_drafter
+from jobs.fleet.replica import server
+from jobs.fleet.server_pool import serving
+from jobs.proof.greedy_requests import as_request
 from serving.client import complete
 
 REQUESTS, REPEATS = 16, 3

@@ -1,9 +1,9 @@
 """make bench-sampled [ARGS="work=runs/mine"]: estimators of tau at temperature > 0, and their bias.
 
 Needs a finished demo (make demo). Held-out prompts are decoded with the reference decoder, with
-greedy and with probabilistic drafts; what dflash.sampled says from a text alone is compared with
-the rounds that were walked. `ratio` is expected / decoded tau with probabilistic drafts; the bias
-of every estimator is in `detail`, with a standard error over prompts.
+greedy and with probabilistic drafts; what bench.sampled_rounds says from a text alone is compared
+with the rounds that were walked. `ratio` is expected / decoded tau with probabilistic drafts; the
+bias of every estimator is in `detail`, with a standard error over prompts.
 """
 
 import sys
@@ -15,18 +15,18 @@ import torch
 from tqdm import tqdm
 
 from bench.harness import report
+from bench.sampled_rounds import Chances, anchor_chances, chances, expected
 from dflash.checkpoint import load_drafter
 from dflash.decode import decode
 from dflash.model import Drafter
 from dflash.replay import Request
-from dflash.sampled import Chances, anchor_chances, chances, expected
 from dflash.sampling import Sampling
-from dflash.target import Target, load_target
-from jobs.config import load
-from jobs.evaluate import find_drafter
-from jobs.intervals import Resamples, Term
-from jobs.samples import load_requests
-from jobs.shape import end_tokens
+from dflash.target_model import Target, load_target
+from jobs.base.config import load
+from jobs.base.target_facts import end_tokens
+from jobs.dataset.samples import load_requests
+from jobs.evaluation.drafters import find_drafter
+from jobs.evaluation.intervals import Resamples, Term
 
 PROMPTS, DRAWS, TOKENS = 16, 2, 48
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)

@@ -8,8 +8,8 @@ import torch
 
 from bench.harness import paired, report
 from dflash.loss import Candidates, FrozenHeadLoss
-from dflash.train import generator
-from jobs.config import Config
+from dflash.training_step import generator
+from jobs.base.config import Config
 
 ROWS, HIDDEN, VOCAB, SEEN = 896, 576, 49152, 1000
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from bench.harness import cpu_name, report
 from jobs import evaluate, harvest, ingest, train
-from jobs.checkpoints import read_result, states_folder
-from jobs.cluster import cluster
-from jobs.config import Config, load
-from jobs.console import print_table
+from jobs.base.cluster import cluster
+from jobs.base.config import Config, load
+from jobs.base.console import print_table
+from jobs.training.states import read_result, states_folder
+from store import files
 
 STEPS = 100
 SEEDS = (0, 1)
@@ -57,7 +58,7 @@ def main() -> None:
             name: [score(load(None, [*shared, *more, f"train.seed={seed}"])) for seed in SEEDS]
             for name, more in RECIPES.items()
         }
-    evaluate.save_json(cfg.path("sweep.json"), {"cpu": cpu_name(), "recipes": found})
+    files.save_json(cfg.path("sweep.json"), {"cpu": cpu_name(), "recipes": found})
     taus = {name: [run["tau"] for run in runs] for name, runs in found.items()}
     seconds = {name: statistics.mean(r["seconds"] for r in runs) for name, runs in found.items()}
     mean = {name: statistics.mean(values) for name, values in taus.items()}

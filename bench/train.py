@@ -31,11 +31,11 @@ from bench.trainers.task import batch_of, gamma_of, last_states, training_sample
 from dflash.loss import Batch, Candidates, Sample
 from dflash.model import new_drafter
 from dflash.objective import decay
-from dflash.target import Target, backbone, load_target, resolve_dtype
-from dflash.train import generator, step_loss
-from jobs.config import Config, load
-from jobs.console import print_table
-from jobs.shape import drafter_config
+from dflash.target_model import Target, backbone, load_target, resolve_dtype
+from dflash.training_step import generator, step_loss
+from jobs.base.config import Config, load
+from jobs.base.console import print_table
+from jobs.base.drafter_shape import drafter_config
 
 THEIRS = Path(".venv-speculators/bin/python")
 ROUNDS = 9

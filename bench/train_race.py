@@ -30,12 +30,12 @@ from dflash.acceptance import tau
 from dflash.model import Drafter, new_drafter
 from dflash.optim import build_optimizers
 from dflash.replay import Request, replay
-from dflash.target import Target, load_target, resolve_dtype
-from dflash.train import mixed_precision
-from jobs.config import Config, load
-from jobs.console import console, print_table
-from jobs.samples import load_requests
-from jobs.shape import drafter_config
+from dflash.target_model import Target, load_target, resolve_dtype
+from dflash.training_step import mixed_precision
+from jobs.base.config import Config, load
+from jobs.base.console import console, print_table
+from jobs.base.drafter_shape import drafter_config
+from jobs.dataset.samples import load_requests
 
 GOAL = 2.0
 RACE_STEPS = 90

@@ -12,21 +12,24 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from bench.harness import report
 from dflash.checkpoint import load_drafter
+from dflash.model import Drafter, drafter_of
 from dflash.replay import Request, replay
-from dflash.target import load_target
-from dflash.vocabulary import whole_vocabulary
-from jobs.config import load
-from jobs.evaluate import find_drafter
-from jobs.samples import load_requests
-from jobs.shape import end_tokens
+from dflash.target_model import load_target
+from jobs.base.config import load
+from jobs.base.target_facts import end_tokens
+from jobs.dataset.samples import load_requests
+from jobs.evaluation.drafters import find_drafter
 
 REQUESTS = 10
+OWN_HEAD = ("lm_head.weight", "d2t")
+"""Tensors of a reduced vocabulary, which the client does not know."""
 
 CLIENT = """
 import json, sys, torch
@@ -86,6 +89,13 @@ def run_client(client: Path, task: list) -> list:
     if done.returncode:
         raise ValueError(f"the client in {client} failed: {done.stderr[-1000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def whole_vocabulary(drafter: Drafter) -> Drafter:
+    """The same drafter, drafting from the target's whole head: what z-lab's client serves."""
+    cfg = replace(drafter.cfg, draft_vocab_size=0)
+    state = drafter.state_dict()
+    return drafter_of(cfg, {name: t for name, t in state.items() if name not in OWN_HEAD})
 
 
 if __name__ == "__main__":

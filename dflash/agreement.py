@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash.target import ROWS_PER_CHUNK
+from dflash.target_model import ROWS_PER_CHUNK
 
 TIES = {torch.float32: 3e-5, torch.bfloat16: 0.0234, torch.float16: 0.003}
 """Gap of two logits that rounding in this dtype may decide either way, relative to the largest

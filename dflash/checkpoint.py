@@ -2,7 +2,7 @@
 
 vLLM does not notice a missing tensor (it serves uninitialised memory), so the exact set of names
 and shapes is checked here, when writing and when reading. Folders in speculators' format are read
-and written too, where asked for (dflash/convert.py).
+and written too, where asked for (dflash/config_formats.py).
 """
 
 import hashlib
@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from dflash.config import DrafterConfig
-from dflash.convert import is_speculators, to_speculators, to_zlab
+from dflash.config_formats import is_speculators, to_speculators, to_zlab
+from dflash.drafter_config import DrafterConfig
 from dflash.identity import file_sha256
 from dflash.model import Drafter, drafter_of
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dflash.model import ContextKV, Drafter
 from dflash.replay import draft_hidden
 from dflash.sampling import GREEDY, Sampling, draft_probabilities, probabilities, verify
-from dflash.target import Taps, Target, backbone
+from dflash.target_model import Taps, Target, backbone
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _State:
     """The target's cache and the drafter's context, both ending just before the anchor."""
 
     def __init__(self, target: Target, drafter: Drafter | None):
-        from transformers import DynamicCache  # as in dflash/target.py
+        from transformers import DynamicCache  # as in dflash/target_model.py
 
         self.target, self.drafter, self.device = target, drafter, target.embedding.device
         self.cache = DynamicCache(config=target.model.config)

@@ -13,11 +13,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from dflash.config import DrafterConfig
+from dflash.drafter_config import DrafterConfig
 from dflash.hypotheses import AS_CONFIGURED, Hypothesis
 from dflash.model import Drafter, block_embeds
 from dflash.replay import Request
-from dflash.target import Target
+from dflash.target_model import Target
 
 ROUNDS = 64
 """Rounds on which hypotheses are compared: more would only repeat the answer."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dflash.config import DrafterConfig
+from dflash.drafter_config import DrafterConfig
 from dflash.model import Drafter, drafter_of
 
 

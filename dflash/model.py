@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from dflash.config import DrafterConfig
+from dflash.drafter_config import DrafterConfig
 from dflash.mask import dense_mask, flex_mask
 
 FINAL_NORM = 0.3

@@ -7,14 +7,11 @@ target's head, and `d2t` [D] int64, row i drafts token i + d2t[i].
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dflash.model import Drafter, drafter_of
-
-OWN_HEAD = ("lm_head.weight", "d2t")
+from dflash.model import Drafter
 
 
 def frequent_tokens(answers: Iterable[Tensor], size: int, vocab_size: int) -> Tensor:
@@ -33,10 +30,3 @@ def set_vocabulary(drafter: Drafter, head_VH: Tensor, ids: Tensor) -> None:
     """Let a drafter of a reduced vocabulary draft `ids` [draft_vocab_size], ascending; in place."""
     drafter.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
     drafter.lm_head.weight.copy_(head_VH[ids.to(head_VH.device)])
-
-
-def whole_vocabulary(drafter: Drafter) -> Drafter:
-    """The same drafter, drafting from the target's whole head: what z-lab's client serves."""
-    cfg = replace(drafter.cfg, draft_vocab_size=0)
-    state = drafter.state_dict()
-    return drafter_of(cfg, {name: t for name, t in state.items() if name not in OWN_HEAD})

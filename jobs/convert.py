@@ -1,15 +1,15 @@
 """flywheel convert convert.source=FOLDER convert.dest=NEW [convert.format=speculators]
 
 Rewrite a drafter folder in z-lab's or speculators' format. Tensors are copied bit for bit; what the
-other format cannot say is refused (dflash/convert.py).
+other format cannot say is refused (dflash/config_formats.py).
 """
 
 from typing import Any
 
 from dflash.checkpoint import convert_folder
-from jobs.cli import run_as_module
-from jobs.config import Config
-from jobs.shape import target_config
+from jobs.base.cli import run_as_module
+from jobs.base.config import Config
+from jobs.base.target_facts import target_config
 
 
 def run(cfg: Config) -> dict[str, Any]:

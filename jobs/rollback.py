@@ -8,11 +8,12 @@ that no gate accepts it again.
 from typing import Any
 
 from dflash.identity import legacy_target_id, target_id
-from jobs.cli import run_as_module
-from jobs.config import Config
-from jobs.console import console
-from jobs.promote import complete_history, move
-from jobs.registry import CHAMPION, Registry, Version, lease
+from jobs.base.cli import run_as_module
+from jobs.base.config import Config
+from jobs.base.console import console
+from jobs.promotion.moves import complete_history, move
+from jobs.registry.lease import lease
+from jobs.registry.versions import CHAMPION, Registry, Version
 from store import promotions
 
 

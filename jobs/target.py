@@ -9,10 +9,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dflash.target import target_id
-from jobs.cli import run_as_module
-from jobs.config import Config
-from jobs.console import print_table
+from dflash.identity import target_id
+from jobs.base.cli import run_as_module
+from jobs.base.config import Config
+from jobs.base.console import print_table
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -10,11 +10,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from jobs.cli import run_as_module
-from jobs.config import Config
-from jobs.console import print_table
-from jobs.demo_traffic import Prompt, prompts
-from jobs.serve import server
+from jobs.base.cli import run_as_module
+from jobs.base.config import Config
+from jobs.base.console import print_table
+from jobs.demo_data.prompts import Prompt, prompts
+from jobs.fleet.replica import server
 from serving.client import Request, complete
 
 

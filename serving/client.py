@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from serving.server import SERVED_NAME
+from serving.vllm_server import SERVED_NAME
 
 Messages = list[dict[str, str]]
 

@@ -4,8 +4,8 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from serving.acceptance import rounds
 from serving.client import Completion
+from serving.vllm_counts import rounds
 
 Recorded = dict[str, list[list[int]]]
 """vLLM's internal request id -> the drafts of each of its steps."""
@@ -21,7 +21,7 @@ def read_drafts(path: Path) -> Recorded:
 
 
 def drafted(answer: Completion, recorded: Recorded) -> list[list[int]]:
-    """The drafts of each round of `answer`, as many rounds as serving.acceptance.rounds has.
+    """The drafts of each round of `answer`, as many rounds as serving.vllm_counts.rounds has.
 
     The last step of a request also drafts, for a round that never comes, and so do steps before
     its prompt is complete: the rounds are the last ones before the very last.

@@ -1,7 +1,7 @@
 """The target's features out of vLLM: the harvest backend `vllm`.
 
 vLLM's kernels and quantisation produce what the served drafter will see, and its batching needs no
-padding. Same interface and result as dflash.target.Target.features.
+padding. Same interface and result as dflash.target_model.Target.features.
 """
 
 import os
@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dflash.config import check_taps
-from dflash.target import Features, open_tensors, read_target_config
+from dflash.drafter_config import check_taps
+from dflash.target_model import Features, open_tensors, read_target_config
 
 FLUSH_STEPS = 8  # engine steps after the last answer; its states follow with the next one
 

@@ -1,4 +1,4 @@
-"""The vLLM worker that `serving.server` asks for on CPUs: it refuses a drafter it would spoil.
+"""The vLLM worker that `serving.vllm_server` asks for on CPUs: it refuses a drafter it would spoil.
 
 A missing plugin makes no noise by itself, so the check sits in the process that would compute
 wrongly, before any weight is read. The same worker can write down what it drafts: vLLM reports how

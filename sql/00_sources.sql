@@ -1,5 +1,5 @@
 -- Loaded before every question. acceptance_rows, reject_rows and promotion_rows are what the manifests
--- publish, traffic_rows what store.traffic reads (jobs/sql.py): repeats merged, split by group. Here
+-- publish, traffic_rows what store.traffic_table reads (jobs/sql.py): repeats merged, split by group. Here
 -- they get their macros and derived columns.
 
 -- Days are days in UTC, whatever the machine's own zone is.

@@ -119,3 +119,10 @@ def sweep(folder: Path) -> int:
         except (BlockingIOError, FileNotFoundError):
             continue  # alive, or just renamed by its writer
     return removed
+
+
+def save_json(path: Path, value: dict[str, Any]) -> dict[str, Any]:
+    """Write a JSON file in one step; returns what a reader of it gets."""
+    data = json.dumps(value, indent=1).encode() + b"\n"
+    commit(path, lambda stream: stream.write(data))
+    return json.loads(data)

@@ -189,7 +189,7 @@ def _has_record(body: bytes) -> bool:
 
 
 def _is_ours(line: bytes) -> bool:
-    """Whether a line has the names of one of the two shapes that are read (store.logs)."""
+    """Whether a line has the names of one of the two shapes that are read (store.log_formats)."""
     value = _value(line) if line.startswith(b"{") else None
     return isinstance(value, dict) and ("v" in value or "request" in value)
 

@@ -65,7 +65,7 @@ SET_ASIDE = pa.schema(
         ("target_id", pa.string()),
         ("features_key", pa.string()),  # folder of features/ that it was left out of
         ("domain", pa.string()),
-        ("reason", pa.string()),  # jobs/screening.py
+        ("reason", pa.string()),  # jobs/harvesting/screening.py
         ("detail", pa.string()),  # JSON: the numbers that decided
         ("tokens", pa.int32()),  # prompt + output
         ("found_at", TIMESTAMP),
@@ -120,7 +120,10 @@ REJECTS = pa.schema(
         ("file", pa.string()),
         ("offset", pa.int64()),  # byte offset of the first byte of `raw` in the file
         ("reason", pa.string()),
-        ("raw", pa.binary()),  # the record's bytes, cut at store.logs.MAX_REJECT_BYTES, or empty
+        (
+            "raw",
+            pa.binary(),
+        ),  # the bytes, cut at store.log_formats.MAX_REJECT_BYTES, or empty
     ]
 )
 

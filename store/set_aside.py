@@ -1,7 +1,7 @@
 """Samples that harvest left out, by features key: narrow rows, one a sample.
 
 They are not tried again under that key, but for those whose fault may be the engine's
-(jobs/screening.py): another backend or dtype tries them, and what is fit then leaves.
+(jobs/harvesting/screening.py): another backend or dtype tries them, and what is fit then leaves.
 """
 
 from collections.abc import Collection

@@ -20,22 +20,7 @@ import pyarrow.parquet as pq
 
 from dflash.identity import file_sha256
 from store import files
-from store.files import sweep
 from store.schemas import LATER, count_tokens
-
-__all__ = [
-    "ShardInfo",
-    "is_complete",
-    "read_dataset",
-    "read_manifest",
-    "read_manifests",
-    "shard_info",
-    "shard_paths",
-    "sweep",
-    "verify",
-    "write_manifest",
-    "write_shard",
-]
 
 ROW_GROUP_BYTES = 64 << 20
 TOKENS_KEY = b"flywheel.tokens"
@@ -177,18 +162,6 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 _REPAIR = "remove the file and its manifest, then run the stage that wrote it again"
-
-
-def verify(folder: Path) -> int:
-    """Compare the sha256 of every published file; how many were checked. ValueError names a bad
-    one.
-    """
-    paths = shard_paths(folder)
-    expected = {e["file"]: e["sha256"] for m in read_manifests(folder) for e in m["files"]}
-    for path in paths:
-        if file_sha256(path) != expected[path.name]:
-            raise ValueError(f"{path}: contents differ from the manifest (sha256); {_REPAIR}")
-    return len(paths)
 
 
 def read_dataset(

@@ -44,8 +44,8 @@ def work(tmp_path_factory, harvested):
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory):
     """MLflow needs ten seconds to make its tables: once."""
-    from jobs.config import load
-    from jobs.registry import Registry
+    from jobs.base.config import load
+    from jobs.registry.versions import Registry
 
     cfg = load(None, [f"work={tmp_path_factory.mktemp('mlflow')}"])
     assert Registry(cfg).current("champion") is None

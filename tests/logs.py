@@ -4,8 +4,8 @@ import hashlib
 import json
 from typing import Any
 
-from store import logs
-from store.logs import NotUsed, Reject, Rules, parse_log
+from store import log_formats
+from store.log_formats import NotUsed, Reject, Rules, parse_log
 from store.reasons import REASONS
 
 RULES = Rules(
@@ -50,7 +50,7 @@ def reason(path, data):
     damaged = REASONS[outcome.reason.partition(":")[0]].damaged
     assert isinstance(outcome, Reject if damaged else NotUsed), outcome
     if isinstance(outcome, Reject):
-        assert outcome.raw == data[: logs.MAX_REJECT_BYTES]
+        assert outcome.raw == data[: log_formats.MAX_REJECT_BYTES]
     return outcome.reason
 
 

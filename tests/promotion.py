@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import save_file
 
 from dflash.checkpoint import compat_fields, compat_key, drafter_sha256, save_drafter
-from dflash.config import DrafterConfig
+from dflash.drafter_config import DrafterConfig
+from dflash.identity import target_id
 from dflash.model import Drafter
-from dflash.target import target_id
 from jobs import promote
-from jobs.config import Config
-from jobs.registry import Registry, resolve
+from jobs.base.config import Config
+from jobs.registry.versions import Registry, resolve
 from store import promotions
 
 SHAPE = DrafterConfig(

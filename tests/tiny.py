@@ -17,11 +17,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from dflash.config import DrafterConfig
 from dflash.decode import Decoded, decode
+from dflash.drafter_config import DrafterConfig
 from dflash.model import Drafter, block_embeds, new_drafter
 from dflash.replay import Request
-from dflash.target import Target
+from dflash.target_model import Target
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,

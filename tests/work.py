@@ -10,13 +10,13 @@ from dflash.checkpoint import save_drafter
 from dflash.decode import decode
 from dflash.model import new_drafter
 from dflash.sampling import GREEDY, Sampling
-from dflash.target import load_borrowed, load_target
-from dflash.train import generator
+from dflash.target_model import load_borrowed, load_target
+from dflash.training_step import generator
 from dflash.vocabulary import set_vocabulary
 from jobs import harvest, ingest
-from jobs.config import Config, load
-from jobs.samples import load_requests
-from jobs.shape import drafter_config
+from jobs.base.config import Config, load
+from jobs.base.drafter_shape import drafter_config
+from jobs.dataset.samples import load_requests
 from tests.tiny import add_tokenizer, learn, make_target, memorise
 
 NUM_REQUESTS = 48

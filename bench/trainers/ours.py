@@ -20,8 +20,8 @@ from dflash.checkpoint import load_drafter
 from dflash.loss import Batch, Candidates, Sample
 from dflash.objective import decay, recorded_token
 from dflash.optim import build_optimizers, lr_scale
-from dflash.target import load_borrowed
-from dflash.train import StepLoss, generator, step_batch, step_indices, step_loss
+from dflash.target_model import load_borrowed
+from dflash.training_step import StepLoss, generator, step_batch, step_indices, step_loss
 
 
 class Trainer:

@@ -15,12 +15,12 @@ from dflash.checkpoint import save_drafter
 from dflash.loss import Batch, Sample
 from dflash.model import new_drafter
 from dflash.objective import default_gamma, recorded_token
-from dflash.target import Target, resolve_dtype
-from dflash.train import draw_anchors, step_batch, step_indices
-from jobs.config import Config
-from jobs.feed import LazySamples, feature_cache, training_set
-from jobs.pin import live_pin
-from jobs.shape import drafter_config
+from dflash.target_model import Target, resolve_dtype
+from dflash.training_step import draw_anchors, step_batch, step_indices
+from jobs.base.config import Config
+from jobs.base.drafter_shape import drafter_config
+from jobs.training.feed import LazySamples, feature_cache, training_set
+from jobs.training.runs import live_pin
 
 TARGET_BATCH = 16
 

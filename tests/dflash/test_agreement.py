@@ -6,7 +6,7 @@ import torch
 from dflash.agreement import evidence, tie_bound
 from dflash.decode import decode
 from dflash.sampling import Sampling
-from dflash.target import load_target
+from dflash.target_model import load_target
 from tests.tiny import greedy_answers, make_target
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 from dflash.checkpoint import read_config, save_drafter
-from dflash.config import DrafterConfig
+from dflash.drafter_config import DrafterConfig
 from dflash.mask import dense_mask, visible
 from dflash.model import block_embeds, new_drafter
 from dflash.replay import replay

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-from dflash.target import (
+from dflash.target_model import (
     EMBEDDING,
     HEAD,
     load_borrowed,

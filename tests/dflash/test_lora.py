@@ -9,7 +9,7 @@ from dflash.loss import Candidates
 from dflash.model import block_embeds, drafter_of, new_drafter
 from dflash.objective import choose_weights, recorded_token
 from dflash.optim import build_optimizers
-from dflash.train import generator, mixed_precision, step_batch, step_indices, step_loss
+from dflash.training_step import generator, mixed_precision, step_batch, step_indices, step_loss
 from tests.tiny import check_close
 
 TARGETS = ["q_proj", "v_proj", "down_proj", "fc"]

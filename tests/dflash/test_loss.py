@@ -20,7 +20,7 @@ from dflash.loss import (
 )
 from dflash.mask import dense_mask, visible
 from dflash.objective import recorded_token, target_distribution
-from dflash.train import generator, random_drafts, step_indices
+from dflash.training_step import generator, random_drafts, step_indices
 from tests.tiny import distance
 
 

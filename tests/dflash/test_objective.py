@@ -12,8 +12,8 @@ from dflash.objective import (
     default_gamma,
     dpace,
 )
-from dflash.target import top_logprobs
-from dflash.train import generator, step_batch, step_indices, step_loss
+from dflash.target_model import top_logprobs
+from dflash.training_step import generator, step_batch, step_indices, step_loss
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 import dflash.replay
 from dflash.model import Drafter, against
 from dflash.replay import Request, draft_hidden, replay
-from dflash.train import generator
+from dflash.training_step import generator
 
 K, PROMPT, ANSWER = 4, 6, 60
 

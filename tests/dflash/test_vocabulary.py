@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.sampled_rounds import chances
 from dflash.checkpoint import convert_folder, load_drafter, save_drafter
 from dflash.model import drafter_of, new_drafter
 from dflash.replay import Request, replay
-from dflash.sampled import chances
 from dflash.sampling import GREEDY
 from dflash.vocabulary import frequent_tokens, set_vocabulary
 from tests.tiny import check_rounds, served

@@ -11,13 +11,16 @@ from dflash.checkpoint import load_drafter, save_drafter
 from dflash.decode import decode
 from dflash.model import new_drafter
 from dflash.replay import Request, replay
-from dflash.target import load_target
-from jobs import evaluate, harvest, regression, shape, sides
-from jobs.benchmarks import read_prompts
-from jobs.config import Config, load
-from jobs.gate import refusals
-from jobs.samples import load_requests
-from jobs.shape import drafter_config
+from dflash.target_model import load_target
+from jobs import evaluate, harvest
+from jobs.base import devices
+from jobs.base.config import Config, load
+from jobs.base.drafter_shape import drafter_config
+from jobs.dataset.samples import load_requests
+from jobs.evaluation import drafters, regression_sets
+from jobs.evaluation.prompt_files import read_prompts
+from jobs.evaluation.walks import untrained_walks
+from jobs.promotion.gate import refusals
 from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
 from tests.work import RIVAL_SETTINGS
@@ -60,7 +63,7 @@ def test_champion_and_challenger_on_greedy_and_sampled_traffic(work):
 def test_what_a_pinned_run_learned_before_it_moved_to_test_is_a_leak(work, monkeypatch):
     """A later log moves samples between the splits; today's train split does not hold them."""
     cfg = configure(work, f"evaluate.baseline={work / 'blank'}")
-    rows = sides.load_rows(cfg, "test", sampled=True)
+    rows = drafters.load_rows(cfg, "test", sampled=True)
     name, other = rows[0]["sample_id"], rows[1]["sample_id"]
     for run, learned, val in (("known", name, other), ("elsewhere", other, name)):
         (work / "runs" / run).mkdir(parents=True)
@@ -114,13 +117,13 @@ def test_a_regression_set_is_answered_once_and_walked(work, tmp_path, monkeypatc
         request = Request(torch.tensor(ids), len(prompt), features)
         walks += replay(drafter, target.embedding, target.head, [request], 4)
     assert found["gsm"]["tau"]["pooled"] == pytest.approx(tau(walks), abs=0.05)
-    sets = regression.load_sets(cfg)
+    sets = regression_sets.load_sets(cfg)
     first, second = sets.answered["chats"][0]
     assert second["prompt_ids"][:3] == first["prompt_ids"] == [5, 6, 9]
     assert second["prompt_ids"][-2:] == [7, 9], "the second question follows the first answer"
-    monkeypatch.setattr(regression, "load_target", None)  # answers come from the cache
-    monkeypatch.setattr(shape, "free_bytes", lambda: 1000)
-    assert regression.load_sets(cfg).answered.keys() == {"gsm", "chats"}
+    monkeypatch.setattr(regression_sets, "load_target", None)  # answers come from the cache
+    monkeypatch.setattr(devices, "free_bytes", lambda: 1000)
+    assert regression_sets.load_sets(cfg).answered.keys() == {"gsm", "chats"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -133,12 +136,12 @@ def test_regression_answers_end_where_the_engine_ends_them(work, tmp_path, dtype
     prompts = read_prompts(str(write(tmp_path / "g.jsonl", *asked)), 0)
     words = [f"work={tmp_path}", f"target.dtype={dtype}", "evaluate.regression_tokens=24"]
     cfg = load(None, words)
-    before = [row["output_ids"] for row in regression.answered(cfg, prompts)]
+    before = [row["output_ids"] for row in regression_sets.answered(cfg, prompts)]
     end = before[0][3]
     path = target / "generation_config.json"
     found = json.loads(path.read_text())
     path.write_text(json.dumps(found | {"eos_token_id": [0, end]}))
-    rows = regression.answered(cfg, prompts)
+    rows = regression_sets.answered(cfg, prompts)
     for row, whole in zip(rows, before, strict=True):
         until = whole.index(end) + 1 if end in whole else len(whole)
         assert row["output_ids"] == whole[:until]
@@ -152,8 +155,8 @@ def test_a_set_that_a_target_too_large_would_have_to_answer_is_skipped_by_name(
 ):
     """Nothing is loaded, the evaluation says why, and the gate does not pass over it."""
     gsm = write(tmp_path / "large.jsonl", {"question": "w31 w9", "answer": ""})
-    monkeypatch.setattr(shape, "free_bytes", lambda: 1000)
-    monkeypatch.setattr(regression, "load_target", None)
+    monkeypatch.setattr(devices, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(regression_sets, "load_target", None)
     cfg = configure(work, f"evaluate.regression=[{gsm}]")
     found = evaluate.run(cfg)
     assert found["regression"] == {}
@@ -171,7 +174,7 @@ def test_a_regression_set_without_a_round_is_skipped_by_name(work, tmp_path, mon
     )
     two = write(tmp_path / "two.jsonl", {"question": "w7 w8", "answer": "1"})
     cfg = configure(work, f"evaluate.regression=[{one},{two}]", "evaluate.regression_tokens=12")
-    load_sets = regression.load_sets
+    load_sets = regression_sets.load_sets
 
     def without_rounds(cfg):
         found = load_sets(cfg)
@@ -180,7 +183,7 @@ def test_a_regression_set_without_a_round_is_skipped_by_name(work, tmp_path, mon
         found.answered["one"] = ([], []) if aside else (rows, short)
         return found
 
-    monkeypatch.setattr(evaluate, "load_sets", without_rounds)
+    monkeypatch.setattr(regression_sets, "load_sets", without_rounds)
     found = evaluate.run(cfg)
     assert list(found["regression"]) == ["two"]
     why = "set all of its answers aside" if aside else "every answer is a single token"
@@ -212,7 +215,7 @@ def test_two_sets_of_one_name_are_refused(work, tmp_path):
     first = write(tmp_path / "g.jsonl", {"question": "w5", "answer": "1"})
     second = write(tmp_path / "x" / "g.jsonl", {"question": "w6", "answer": "1"})
     with pytest.raises(ValueError, match="different names, got g, g"):
-        regression.load_sets(configure(work, f"evaluate.regression=[{first},{second}]"))
+        regression_sets.load_sets(configure(work, f"evaluate.regression=[{first},{second}]"))
 
 
 def test_a_drafter_with_other_taps_is_compared_on_the_same_samples(work, tmp_path):
@@ -241,12 +244,12 @@ def test_a_drafter_with_other_taps_is_compared_on_the_same_samples(work, tmp_pat
 
 def test_samples_that_either_side_set_aside_are_left_out_of_both(work, monkeypatch):
     cfg = configure(work, f"evaluate.baseline={work / 'blank'}")
-    everything = {row["sample_id"] for row in sides.load_rows(cfg, "test", sampled=True)}
+    everything = {row["sample_id"] for row in drafters.load_rows(cfg, "test", sampled=True)}
     gone = set(sorted(everything)[:3])
-    monkeypatch.setattr(sides, "set_aside", lambda *_: gone)
+    monkeypatch.setattr(drafters, "set_aside", lambda *_: gone)
     found = evaluate.run(cfg)
     assert (found["samples"], found["baseline"]["conversations"]) == (13, 13)
-    monkeypatch.setattr(sides, "set_aside", lambda *_: everything)
+    monkeypatch.setattr(drafters, "set_aside", lambda *_: everything)
     with pytest.raises(ValueError, match="no test sample of target"):
         evaluate.run(cfg)
 
@@ -255,7 +258,8 @@ def test_a_leaking_set_is_counted_and_said(work, monkeypatch, capsys):
     cfg = configure(work)
     assert evaluate.run(cfg)["leaking"] == {"leaking": 0, "samples": 16}
     monkeypatch.setattr(
-        evaluate, "leaking", lambda train, asked: {*asked["sample_id"].to_pylist()[:2], "other"}
+        "jobs.evaluation.walks.leaking",
+        lambda train, asked: {*asked["sample_id"].to_pylist()[:2], "other"},
     )
     assert evaluate.run(cfg)["leaking"] == {"leaking": 2, "samples": 16}
     assert "2 of 16 samples share their text with training" in capsys.readouterr().err
@@ -266,14 +270,14 @@ def test_every_side_is_replayed_in_the_dtype_of_the_config(work, dtype):
     """In bfloat16 an untrained drafter met features of another dtype: a traceback behind verify."""
     name = str(dtype).removeprefix("torch.")
     cfg = configure(work, f"evaluate.baseline={work / 'blank'}", f"target.dtype={name}")
-    borrowed = sides.load_on(cfg)
+    borrowed = drafters.load_on(cfg)
     assert borrowed[0].dtype == dtype
-    assert sides.drafter_on(work / "blank", borrowed).fc.weight.dtype == dtype
+    assert drafters.drafter_on(work / "blank", borrowed).fc.weight.dtype == dtype
     found = evaluate.run(cfg)
     # The tiny target's answers are memorised with room: 0.1 tau is five rounds in 200.
     assert found["tau"]["pooled"] == pytest.approx(known_tau(work), abs=0.1)
     rows, requests = load_requests(cfg, "test")
-    walks = evaluate.untrained_walks(cfg, requests, 4)
+    walks = untrained_walks(cfg, requests, 4)
     assert tau(walks) < 1.3
     assert len(walks) == len(rows)
 

@@ -9,18 +9,20 @@ import pytest
 import torch
 
 from dflash.decode import decode
+from dflash.identity import target_id
 from dflash.sampling import Sampling
-from dflash.target import Features, load_target, target_id
-from jobs import harvest, ingest, samples
-from jobs.screening import Fault, screen
-from jobs.shape import target_taps
-from jobs.sql import ask
+from dflash.target_model import Features, load_target
+from jobs import harvest, ingest
+from jobs.base.target_facts import target_taps
+from jobs.dataset import samples
+from jobs.dataset.queries import ask
+from jobs.harvesting import actors, harvester
+from jobs.harvesting.screening import Fault, screen
 from store import files
 from store.features import features_row, open_shard
-from store.rates import exceeds
 from store.schemas import SET_ASIDE
 from store.shards import read_manifests, shard_info, shard_paths, write_manifest, write_shard
-from store.traffic import read_traffic
+from store.traffic_table import read_traffic
 from tests.tiny import greedy_answers, make_target
 from tests.work import configure, record
 
@@ -49,11 +51,11 @@ def models(tmp_path_factory):
 @pytest.fixture
 def in_process(monkeypatch):
     """No Ray: an actor takes seconds to start. `harvested` (tests/conftest.py) was made by some."""
-    monkeypatch.setattr(harvest, "by_actors", here)
+    monkeypatch.setattr(actors, "by_actors", here)
 
 
 def here(cfg, folder, chunks):
-    worker = harvest.Harvester(cfg, 1)
+    worker = harvester.Harvester(cfg, 1)
     for chunk in chunks:
         yield worker.shard(folder, chunk.to_pylist())
 
@@ -127,7 +129,7 @@ def test_samples_that_an_engine_spoiled_come_back_with_another_one(mine, tmp_pat
             else screen(row, features, head)
         )
 
-    monkeypatch.setattr(harvest, "screen", spoil)
+    monkeypatch.setattr(harvester, "screen", spoil)
     generous = cfg.override("harvest", max_reject_rate=0.5)
     assert run(generous)["set_aside"] == {"constant": 1, "length": 1, "other_model": 1}
     assert harvest.run(generous)["samples"] == 0, "the same engine is not asked twice"
@@ -145,7 +147,7 @@ def test_a_sample_that_an_older_version_set_aside_is_tried_once_more(mine, tmp_p
     cfg, own, _ = mine
     write_log(tmp_path, plain(own))
     ingest.run(cfg)
-    folder, key = cfg.path("set_aside"), harvest.features_folder(cfg, target_id(cfg.target_path))
+    folder, key = cfg.path("set_aside"), samples.features_folder(cfg, target_id(cfg.target_path))
     first = read_traffic(cfg.path("traffic"))["sample_id"][0].as_py()
     names = [name for name in SET_ASIDE.names if name not in ("backend", "dtype")]
     row = dict.fromkeys(names) | {"sample_id": first, "features_key": key.name, "reason": "length"}
@@ -195,16 +197,6 @@ def test_above_the_rate_the_stage_stops_and_loses_nothing(mine, tmp_path):
     assert harvest.run(generous)["reused"] == 16
 
 
-@pytest.mark.parametrize(
-    ("bad", "total", "limit", "stops"),
-    [(1, 7, 0.05, False), (2, 7, 0.05, False), (3, 7, 0.05, True), (400, 2000, 0.05, True)]
-    + [(110, 2000, 0.05, False), (0, 9, 0.0, False), (1, 9, 0.0, True), (9, 9, 1.0, False)]
-    + [(60_000, 1_000_000, 0.05, True), (50_100, 1_000_000, 0.05, False)],
-)
-def test_a_rate_is_established_before_it_stops_anything(bad, total, limit, stops):
-    assert exceeds(bad, total, limit) is stops
-
-
 def test_each_check_names_its_reason(models):
     target = load_target(models[0], torch.float32)
     ids = [1, 2, 3, 4, 5, 6, 7]
@@ -239,11 +231,11 @@ def test_a_killed_harvest_keeps_its_shards_when_traffic_arrives_in_between(
         yield from here(cfg, folder, chunks[:2])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(harvest, "by_actors", killed)
+    monkeypatch.setattr(actors, "by_actors", killed)
     with pytest.raises(KeyboardInterrupt):
         harvest.run(cfg)
-    monkeypatch.setattr(harvest, "by_actors", here)
-    folder = harvest.features_folder(cfg, target_id(cfg.target_path))
+    monkeypatch.setattr(actors, "by_actors", here)
+    folder = samples.features_folder(cfg, target_id(cfg.target_path))
     assert not shard_paths(folder), "nothing is published"
     finished = sum(shard_info(path).rows for path in folder.glob("[!.]*.parquet"))
     assert finished == 16
@@ -258,7 +250,7 @@ def test_a_killed_harvest_keeps_its_shards_when_traffic_arrives_in_between(
 def features(harvested, tmp_path, in_process):
     """(configuration, features folder) of a work folder of one's own."""
     cfg = configure(shutil.copytree(harvested, tmp_path / "work"))
-    return cfg, harvest.features_folder(cfg, target_id(cfg.target_path))
+    return cfg, samples.features_folder(cfg, target_id(cfg.target_path))
 
 
 def rewrite(folder, change):
@@ -347,39 +339,6 @@ def test_what_has_not_changed_is_not_read_again(features, monkeypatch):
     assert len(read_manifests(folder)) == 1
 
 
-def nodes(*cpus, gpus=0):
-    return [{"Alive": True, "Resources": {"CPU": float(n), "GPU": float(gpus)}} for n in cpus]
-
-
-def test_actors_ask_for_what_ray_has(tmp_path, monkeypatch):
-    """In a container with a CPU limit each asked for more than there was: "0/16", for ever."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    cfg = configure(tmp_path, "harvest.workers=2")
-    assert harvest.actor_share(cfg, nodes(5)) == {"num_cpus": 2, "num_gpus": 0}
-    assert harvest.actor_share(cfg, nodes(4, 4)) == {"num_cpus": 4, "num_gpus": 0}
-    assert harvest.actor_share(cfg, nodes(2, gpus=2)) == {"num_cpus": 1, "num_gpus": 1}
-    one = configure(tmp_path)
-    assert harvest.actor_share(one, nodes(1))["num_cpus"] == 1
-    assert harvest.actor_share(one, nodes(3, 5))["num_cpus"] == 5, "an actor lives on one node"
-    with pytest.raises(ValueError, match=r"harvest\.workers=2, but Ray has 1 CPUs"):
-        harvest.actor_share(cfg, nodes(1))
-    with pytest.raises(ValueError, match=r"harvest\.workers=2, but Ray has 1 GPUs"):
-        harvest.actor_share(cfg, nodes(4, gpus=1))
-    assert harvest.actor_share(configure(tmp_path, "target.device=cpu"), nodes(4, gpus=1)) == {
-        "num_cpus": 4,
-        "num_gpus": 0,
-    }
-
-
-def test_a_head_node_without_gpus_does_not_make_harvest_wait_for_ever(tmp_path):
-    """Actors asked for 32 CPUs and a GPU each, where the node with the GPUs has 8 CPUs."""
-    cfg = configure(tmp_path, "harvest.workers=2", "ray.address=auto")
-    head = nodes(64)
-    assert harvest.actor_share(cfg, [*head, *nodes(8, gpus=2)]) == {"num_cpus": 4, "num_gpus": 1}
-    with pytest.raises(ValueError, match=r"workers=2.*2 GPUs are on nodes with too few CPUs"):
-        harvest.actor_share(cfg, [*head, *nodes(1, gpus=2)])
-
-
 class Short:
     """An engine that refuses, with the whole batch, what fills its context."""
 
@@ -400,7 +359,7 @@ def test_an_answer_that_filled_the_context_does_not_end_the_harvest(mine, tmp_pa
     answers = greedy_answers(own, prompts, 34)
     long = [record(99 + i, *pair) for i, pair in enumerate(zip(prompts, answers, strict=True))]
     write_log(tmp_path, [*plain(own), *long])
-    monkeypatch.setattr(harvest, "make_backend", lambda cfg: (Short(own, 39), own.head))
+    monkeypatch.setattr(harvester, "make_backend", lambda cfg: (Short(own, 39), own.head))
     found = run(cfg)
     assert (found["samples"], found["set_aside"]) == (NUM, {"too_long": 8}), "no rate of it stops"
     row = ask(cfg, "select * from set_aside").to_pylist()[0]
@@ -430,7 +389,7 @@ def test_exactly_the_planted_answers_of_2000_are_set_aside(mine, tmp_path, plant
     )
     assert {r["sample_id"] for r in rows} == {*expected["sample_id"].to_pylist()}
     assert all(r["found_at"] >= started for r in rows)
-    folder = harvest.features_folder(cfg, target_id(cfg.target_path))
+    folder = samples.features_folder(cfg, target_id(cfg.target_path))
     assert sum(shard_info(path).rows for path in shard_paths(folder)) == 2000 - planted
     taps = list(target_taps(cfg))
     assert open_shard(shard_paths(folder)[0], target_id(cfg.target_path), taps, 32)

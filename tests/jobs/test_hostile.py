@@ -10,13 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from jobs import cli, doctor, gate, methods, pictures, preflight, verify
-from jobs.config import Promote
-from jobs.console import NAME, console, print_table, short_name, some_names, visible
-from jobs.doctor import Check
-from jobs.slices import SHOWN, largest, largest_rows, slices
+from jobs import doctor, methods
+from jobs.base import cli
+from jobs.base.checks import Check, print_checks
+from jobs.base.config import Promote
+from jobs.base.console import NAME, console, print_table, short_name, some_names, visible
+from jobs.dataset.slices import SHOWN, largest, largest_rows, slices
+from jobs.machine import resources
+from jobs.promotion import gate
+from jobs.proof import verify_table
+from jobs.reporting import plotting
 from store.labels import clean
-from tests.jobs.test_slices import row
+from tests.jobs.dataset.test_slices import row
 from tests.work import RIVAL_SETTINGS
 
 LABELS = [
@@ -69,7 +74,7 @@ def told(tmp_path_factory, rivals):
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "CHECKS", [doctor.room, doctor.port])
+        patch.setattr(doctor, "CHECKS", [resources.room, resources.port])
         for stage, more in STAGES.items():
             out, err = io.StringIO(), io.StringIO()
             settings = [f"work={work}", *RIVAL_SETTINGS, *TRAINING, "promote.min_tau=1", *more]
@@ -151,13 +156,13 @@ def test_ten_thousand_labels_are_all_counted_and_few_are_shown(capsys):
 
 def test_tables_of_stages_with_servers_take_any_text(capsys):
     checks = [Check(label or "x", label, "fail", label) for label in NAMED]
-    preflight.show(Path("[/b]"), checks, {})
+    print_checks("Preflight of [/b]", checks)
     taus = {"pooled": 2.0, "domains": dict.fromkeys(NAMED, 2.0), "positions": [0.5]}
     speed = {"concurrency": 1, "plain": [1.0, 2.0], "drafted": [2.0], "ratio": 2.0, "ratios": [2.0]}
     read = {"lost": 0, "tokens": 1, "largest_gap": 0.0}
     greedy = {"requests": 1, "identical": 1, "near_ties": 0, "different": 0}
     names = ("requests", "identical_rounds", "near_ties", "differing_rounds")
-    verify.show(
+    verify_table.show(
         {
             "tau_replay": taus,
             "tau_served": taus,
@@ -196,9 +201,9 @@ def test_pictures_take_any_label_and_show_it(label):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a glyph that is missing here, a legend without entries
         drawn = [
-            pictures.bars_by_domain({"replay": {label: 2.0}, "served": {label: 2.1}}),
-            pictures.forest({label: [(label, 2.0, [1.0, 3.0])]}, "tau", 1.0, {label: {label: 1.5}}),
-            pictures.training_curves([(1, 2.0), (2, 1.0)], {label: [(1, 1.5), (2, 1.7)]}),
+            plotting.bars_by_domain({"replay": {label: 2.0}, "served": {label: 2.1}}),
+            plotting.forest({label: [(label, 2.0, [1.0, 3.0])]}, "tau", 1.0, {label: {label: 1.5}}),
+            plotting.training_curves([(1, 2.0), (2, 1.0)], {label: [(1, 1.5), (2, 1.7)]}),
         ]
     for svg in drawn:
         texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
@@ -207,7 +212,7 @@ def test_pictures_take_any_label_and_show_it(label):
 
 
 def shown(label):
-    return visible(label, pictures.LONGEST).strip()
+    return visible(label, plotting.LONGEST).strip()
 
 
 def unescape(text):
@@ -215,10 +220,10 @@ def unescape(text):
 
 
 def test_colors_of_a_picture_follow_the_theme_and_labels_do_not():
-    svg = pictures.bars_by_domain({"replay": {pictures.BLUE: 2.0}})
-    assert f">{pictures.BLUE}</text>" in svg
-    assert f"var(--blue, {pictures.BLUE})" in svg
-    assert svg.count(pictures.BLUE) - svg.count(f"var(--blue, {pictures.BLUE})") == 1
+    svg = plotting.bars_by_domain({"replay": {plotting.BLUE: 2.0}})
+    assert f">{plotting.BLUE}</text>" in svg
+    assert f"var(--blue, {plotting.BLUE})" in svg
+    assert svg.count(plotting.BLUE) - svg.count(f"var(--blue, {plotting.BLUE})") == 1
 
 
 def test_long_names_stay_apart_when_they_are_cut():
@@ -265,4 +270,4 @@ def test_only_the_console_knows_the_library_and_nobody_writes_its_markup():
         text = path.read_text()
         assert not MARKUP.search(text), f"{path}: use style="
         knows = re.search(r"^\s*(from|import) rich", text, re.MULTILINE)
-        assert not knows or path.name == "console.py", f"{path}: print through jobs/console.py"
+        assert not knows or path.name == "console.py", f"{path}: print through jobs/base/console.py"

@@ -2,67 +2,29 @@
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 import store.digests
-import store.ingest
+import store.ingest_log
 import store.shards
 from dflash.identity import legacy_target_id
 from jobs import ingest
-from jobs.config import Config, load
+from jobs.ingestion import log_tasks
+from jobs.ingestion.rules import make_rules
 from store.digests import digest_log
-from store.ingest import ingest_log, publish
+from store.files import sweep
+from store.ingest_log import ingest_log, publish
 from store.log_files import find_logs
 from store.schemas import REJECTS
-from store.shards import read_dataset, read_manifests, sweep, verify
-from store.traffic import read_traffic
+from store.shards import read_dataset, read_manifests
+from store.traffic_table import read_traffic
+from tests.capture_logs import line, write_log
+from tests.shards import verify
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-
-@pytest.fixture
-def target(tmp_path):
-    folder = tmp_path / "target"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"vocab_size": 1000}')
-    save_file({"w": torch.zeros(4)}, folder / "model.safetensors")
-    return folder
-
-
-@pytest.fixture
-def configure(tmp_path, target):
-    def make(*overrides) -> Config:
-        return load(None, [f"work={tmp_path / 'work'}", f"target.path={target}", *overrides])
-
-    return make
-
-
-def line(i, **changes):
-    record = {
-        "v": 1,
-        "captured_at": f"2026-01-02T03:{i // 60 % 60:02}:{i % 60:02}Z",
-        "request_id": f"r{i}",
-        "prompt_ids": [1, i % 997],
-        "output_ids": [4, i // 997, 6],
-        "finish_reason": "stop",
-        "conversation_id": f"c{i}",
-        "domain": "ab"[i % 2],
-    }
-    return json.dumps(record | changes) + "\n"
-
-
-def write_log(cfg, name, lines, mode="w"):
-    folder = cfg.path("capture")
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / name, mode) as stream:
-        stream.writelines(lines)
-    return folder / name
 
 
 def test_rows_are_inputs_minus_rejects(configure):
@@ -169,41 +131,6 @@ def test_other_rules_replace_and_former_rules_come_back(configure):
     assert ingest.run(strict)["published"] == 0
 
 
-def test_too_many_rejects_publish_nothing_and_say_what_is_wrong(configure):
-    cfg = configure()
-    write_log(cfg, "a.jsonl", [line(i) for i in range(90)])
-    (cfg.path("capture") / "b.jsonl").write_bytes(os.urandom(2000).replace(b"\n", b"") + b"\n" * 2)
-    write_log(cfg, "c.jsonl", ["{}\n"] * 12)
-    with pytest.raises(ValueError, match=r"13 of 103 records rejected \(12\.6% > .*unknown_format"):
-        ingest.run(cfg)
-    assert read_manifests(cfg.path("traffic")) == []
-    assert read_dataset(cfg.path("rejects"), REJECTS).num_rows == 13
-    summary = ingest.run(configure("ingest.max_reject_rate=0.2"))
-    assert (summary["reused"], summary["samples"]) == (3, 90)
-
-
-def test_one_torn_line_in_a_short_log_does_not_stop_ingest(configure):
-    """1 of 10 is above 5 %, and no evidence of a rate above 5 %."""
-    cfg = configure()
-    write_log(cfg, "a.jsonl", [*(line(i) for i in range(9)), line(9)[:40] + "\n"])
-    summary = ingest.run(cfg)
-    assert (summary["accepted"], summary["rejected"]) == (9, {"not_json": 1})
-    with pytest.raises(ValueError, match="1 of 10 records rejected"):
-        ingest.run(configure("ingest.max_reject_rate=0"))
-
-
-@pytest.mark.parametrize("content", ["", "\n\n", None], ids=["empty", "blank", "one of two"])
-def test_empty_logs(configure, content):
-    cfg = configure()
-    write_log(cfg, "empty.jsonl", [content or ""])
-    if content is None:
-        write_log(cfg, "full.jsonl", [line(i) for i in range(3)])
-        assert ingest.run(cfg)["samples"] == 3
-        return
-    with pytest.raises(ValueError, match=r"no record in 1 log file.*empty\.jsonl"):
-        ingest.run(cfg)
-
-
 @pytest.mark.parametrize("path", ["nowhere", "nowhere/*.jsonl", "."])
 def test_wrong_path_is_one_message(configure, tmp_path, path):
     with pytest.raises(ValueError, match=r"ingest\.logs: no .*ingest\.logs=PATH"):
@@ -229,8 +156,8 @@ def test_folders_globs_and_files_name_each_log_once(configure, tmp_path):
 def test_several_shards_per_log(configure, monkeypatch, tmp_path):
     cfg = configure()
     log = write_log(cfg, "a.jsonl", [line(i) for i in range(100)])
-    monkeypatch.setattr(store.ingest, "SHARD_TOKENS", 100)
-    rules = ingest.make_rules(cfg)
+    monkeypatch.setattr(store.ingest_log, "SHARD_TOKENS", 100)
+    rules = make_rules(cfg)
     size, sha256, prefixes = digest_log(log, set())
     arguments = (log, size, sha256, rules, cfg.path("traffic"), cfg.path("rejects"))
     result = ingest_log(*arguments)
@@ -240,122 +167,12 @@ def test_several_shards_per_log(configure, monkeypatch, tmp_path):
     assert read_traffic(cfg.path("traffic")).num_rows == 100
 
 
-def pair(i, answered="qwen3-8b", asked="qwen3-8b", **response):
-    """A request/response line of a gateway."""
-    choices = [{"finish_reason": "stop", "token_ids": [4, i, 6]}]
-    answer = {
-        "id": f"r{i}",
-        "model": answered,
-        "prompt_token_ids": [1, 2, 3, i],
-        "choices": choices,
-    }
-    return json.dumps({"request": {"model": asked}, "response": answer | response}) + "\n"
-
-
-def test_a_gateway_log_of_several_models_is_not_used_until_one_is_named(configure):
-    """Half of the traffic was not the target's, and nothing said so."""
-    names = ["qwen3-8b", "qwen3-4b-fallback", "qwen3-8b", "acme-support-lora"] * 4
-    asked = ["qwen3-8b", "qwen3-8b", "qwen3-8b", "acme-support-lora"] * 4
-    lines = [pair(i, *both) for i, both in enumerate(zip(names, asked, strict=True))]
-    write_log(configure(), "gateway.jsonl", lines)
-    with pytest.raises(
-        ValueError, match=r"qwen3-8b \(8\), acme-support-lora \(4\); 4 more are by an"
-    ):
-        ingest.run(configure("ingest.max_reject_rate=1"))
-    assert read_manifests(configure().path("traffic")) == []
-    summary = ingest.run(configure("ingest.models=[qwen3-8b]"))
-    assert (summary["accepted"], summary["rejected"]) == (8, {})
-    assert summary["not_used"] == {"not_in_models": 8}
-
-
-def test_a_wrong_answerers_samples_go_when_the_right_names_accept_nothing(configure, target):
-    """Nothing was accepted, so nothing was published, and the other model's stayed in traffic/."""
-    cfg = configure()
-    write_log(cfg, "gateway.jsonl", [pair(i, "fallback", "fallback") for i in range(10)])
-    assert ingest.run(cfg)["samples"] == 10
-    with pytest.raises(ValueError, match="not_in_models"):
-        ingest.run(configure("ingest.models=[qwen3-8b]"))
-    assert read_traffic(cfg.path("traffic")).num_rows == 0
-    assert ingest.run(cfg)["samples"] == 10, "the former rules come back"
-    save_file({"w": torch.ones(4)}, target / "model.safetensors")
-    with pytest.raises(ValueError, match="not_in_models"):
-        ingest.run(configure("ingest.models=[qwen3-8b]"))
-    assert read_traffic(cfg.path("traffic")).num_rows == 10, "those of another target stay"
-
-
-def test_an_answer_of_another_model_counts_as_untrustworthy(configure, capsys):
-    lines = [pair(i) for i in range(40)] + [pair(99, "qwen3-4b-fallback")]
-    write_log(configure(), "gateway.jsonl", lines)
-    summary = ingest.run(configure())
-    assert (summary["accepted"], summary["rejected"]) == (40, {"other_model": 1})
-    assert "qwen3-4b-fallback" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"other_model.*list them in ingest\.models"):
-        ingest.run(configure("ingest.max_reject_rate=0"))
-
-
-def test_what_is_merely_not_wanted_never_stops(configure, capsys):
-    """A fifth of adapter traffic, or of one-token answers, stopped ingest as if it were damage."""
-    cfg = configure()
-    write_log(
-        cfg, "fleet.jsonl", [line(i, adapter="lora" if i % 5 == 0 else None) for i in range(16)]
-    )
-    short = [line(i, output_ids=[7] if i % 5 == 0 else [1, 2]) for i in range(16, 32)]
-    write_log(cfg, "classifier.jsonl", short)
-    strict = configure("ingest.max_reject_rate=0")
-    summary = ingest.run(strict)
-    assert (summary["accepted"], summary["rejected"]) == (25, {})
-    assert summary["not_used"] == {"adapter": 4, "short_output": 3}
-    assert "Not used" in capsys.readouterr().err
-    assert read_dataset(cfg.path("rejects"), REJECTS).num_rows == 0
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([line(i, target_id="f00") for i in range(5)], r"other_target.*f00 \(5\).*target\.path"),
-        ([line(i, consent="off") for i in range(5)], "no_consent.*clear yes"),
-        ([pair(i, prompt_token_ids=None) for i in range(5)], "no_token_ids.*return_token_ids"),
-        (
-            ['{"messages": [{"role": "user", "content": "secret"}]}\n'] * 5,
-            "text_only.*not read yet",
-        ),
-        ([line(i, adapter="[/lora]") for i in range(5)], r"adapter.*\[/lora\] \(5\)"),
-    ],
-)
-def test_nothing_to_use_is_one_message_with_the_largest_reason(configure, lines, message):
-    write_log(configure(), "a.jsonl", [*lines, line(99, output_ids=[1])])
-    with pytest.raises(ValueError, match=f"none of the 6 records can be used; 5 .*{message}"):
-        ingest.run(configure())
-
-
-def test_nothing_new_to_use_is_a_note_where_traffic_is(configure, capsys):
-    cfg = configure()
-    path = write_log(cfg, "a.jsonl", [line(i) for i in range(5)])
-    ingest.run(cfg)
-    path.unlink()
-    write_log(cfg, "b.jsonl", [line(9, adapter="lora")])
-    assert ingest.run(cfg)["samples"] == 5
-    assert "note: none of the 1 records can be used" in capsys.readouterr().err
-
-
-def test_a_text_log_is_named_once_and_not_copied(configure):
-    """The public ShareGPT file, one cut array, gave a reject a line and 31 MB of them."""
-    turn = '      {\n        "from": "human",\n        "value": "secret words"\n      },\n'
-    text = '[\n  {\n    "id": "a",\n    "conversations": [\n' + turn * 50_000
-    write_log(configure(), "ShareGPT.jsonl", [text])
-    with pytest.raises(
-        ValueError, match=r"1 records.*ShareGPT\.jsonl is one JSON array.*not read yet"
-    ):
-        ingest.run(configure())
-    assert sum(p.stat().st_size for p in configure().path("rejects").rglob("*.parquet")) == 0
-
-
 def test_bytes_of_rejects_are_bounded_for_each_log(configure, monkeypatch):
-    monkeypatch.setattr(store.ingest, "MAX_REJECTS_BYTES", 1000)
+    monkeypatch.setattr(store.ingest_log, "MAX_REJECTS_BYTES", 1000)
     cfg = configure()
     log = write_log(cfg, "a.jsonl", ["x" * 99 + "\n"] * 50)
     size, sha256, _ = digest_log(log, set())
-    rules = ingest.make_rules(cfg)
+    rules = make_rules(cfg)
     ingest_log(log, size, sha256, rules, cfg.path("traffic"), cfg.path("rejects"))
     rejects = store.shards.read_dataset(cfg.path("rejects"), REJECTS).to_pylist()
     assert [len(r["raw"]) for r in rejects] == [100] * 10 + [0] * 40
@@ -388,8 +205,8 @@ def test_an_unchanged_log_is_not_read_again(configure, monkeypatch):
     monkeypatch.setattr(store.digests, "SETTLED", 0)
     ingest.run(cfg)
     read = []
-    run = ingest._each
-    monkeypatch.setattr(ingest, "_each", lambda f, jobs: read.append((f, jobs)) or run(f, jobs))
+    run = log_tasks.each
+    monkeypatch.setattr(log_tasks, "each", lambda f, jobs: read.append((f, jobs)) or run(f, jobs))
     monkeypatch.setattr(store.shards, "file_sha256", None)
     assert (ingest.run(cfg)["reused"], read[0]) == (3, (digest_log, []))
     write_log(cfg, "0.jsonl", [line(60)], "a")
@@ -420,9 +237,9 @@ def test_labels_of_any_text_do_not_stop_ingest(configure, capsys):
 LOOP = """
 import sys
 from pathlib import Path
-from store import ingest
+from store import ingest_log as ingest
 from store.digests import digest_log
-from store.logs import Rules
+from store.log_formats import Rules
 ingest.SHARD_TOKENS = 500
 log, work = Path(sys.argv[1]), Path(sys.argv[2])
 rules = Rules("t", 1000, "default", 2, 10, 10)

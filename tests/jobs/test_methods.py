@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from jobs import cli, methods
-from jobs.config import METHODS, load
-from jobs.report.methods import table_line
+from jobs.base import cli
+from jobs.base.config import METHODS, load
+from jobs.proof import draft_methods, method_runs
+from jobs.reporting.methods_table import table_line
 from serving.client import Speed
 from tests.tiny import make_target
 
@@ -25,7 +26,7 @@ def configure(folder, *more):
 
 
 def test_each_method_says_what_it_lacks(work):
-    found = {name: methods.describe(configure(work), name) for name in METHODS}
+    found = {name: draft_methods.describe(configure(work), name) for name in METHODS}
     missing = {name: method.missing for name, method in found.items() if method.missing}
     assert set(missing) >= {"draft_model", "eagle3", "mtp", "dflash"}
     assert "methods.draft_model names no folder" in missing["draft_model"]
@@ -45,15 +46,15 @@ def test_each_method_says_what_it_lacks(work):
     ],
 )
 def test_mtp_heads_are_found_in_the_targets_config(config, has):
-    assert methods.has_mtp_heads(config) is has
+    assert draft_methods.has_mtp_heads(config) is has
 
 
 def test_a_named_model_is_served_with_our_settings(work):
     cfg = configure(work, f"methods.draft_model={work}/target", "methods.k=3,2", "serve.k=[]")
-    method = methods.describe(cfg, "draft_model")
+    method = draft_methods.describe(cfg, "draft_model")
     assert method.settings == {"k": [3, 2], "model": "target"}
-    plain = methods.start(cfg, methods.Method(name="none")).args
-    args = methods.start(cfg, method).args
+    plain = method_runs.start(cfg, draft_methods.Method(name="none")).args
+    args = method_runs.start(cfg, method).args
     assert args[: len(plain)] == plain
     assert "--no-enable-prefix-caching" in plain
     schedule = '"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 2]]'
@@ -81,10 +82,12 @@ def test_what_the_engine_refuses_is_listed_with_its_reason(work, monkeypatch):
         plain: Any = Plain()
         control: Any = None  # nothing is answered, so nothing is compared
         plain.up = up
-        return methods.attempt(cfg, methods.describe(cfg, "ngram"), plain, [], [], control, [])
+        return method_runs.attempt(
+            cfg, draft_methods.describe(cfg, "ngram"), plain, [], [], control, []
+        )
 
     cfg = configure(work)
-    monkeypatch.setattr(methods, "start", lambda *_: Refusing())
+    monkeypatch.setattr(method_runs, "start", lambda *_: Refusing())
     with pytest.raises(ValueError, match="no such method"):
         attempt(False)  # it is the plain server that died: no method is to blame
     row, speeds = attempt(True)
@@ -95,18 +98,18 @@ def test_what_the_engine_refuses_is_listed_with_its_reason(work, monkeypatch):
 
 
 def test_tau_is_tokens_over_rounds_pooled():
-    found = methods.acceptance({"a": (30, 10), "b": (10, 10)})
+    found = method_runs.acceptance({"a": (30, 10), "b": (10, 10)})
     assert found["tau"] == {"pooled": 2.0, "domains": {"a": 3.0, "b": 1.0}}
     with pytest.raises(ValueError, match="no rounds"):
-        methods.acceptance({"a": (0, 0)})
+        method_runs.acceptance({"a": (0, 0)})
 
 
 def test_latency_is_the_median_and_the_nearest_rank():
-    found = methods.latency([float(i) for i in range(20, 0, -1)])
+    found = method_runs.latency([float(i) for i in range(20, 0, -1)])
     assert found == {"requests": 20, "median": 10.5, "p95": 19.0}
-    assert methods.latency([3.0])["p95"] == 3.0
+    assert method_runs.latency([3.0])["p95"] == 3.0
     with pytest.raises(ValueError, match="no request"):
-        methods.latency([])
+        method_runs.latency([])
 
 
 def speed(**more):
@@ -123,7 +126,7 @@ def speed(**more):
 
 
 def test_the_plain_server_is_measured_beside_every_method():
-    alone = methods.plain_alone([speed(), speed(plain=[14.0], plain_seconds=[8.0])])
+    alone = method_runs.plain_alone([speed(), speed(plain=[14.0], plain_seconds=[8.0])])
     assert (alone.plain, alone.ratio, alone.drafted_seconds) == ([10.0, 14.0], 1.0, [4.0, 8.0])
 
 
@@ -133,9 +136,9 @@ def test_a_line_of_the_table():
         "method": "ngram",
         "settings": {"k": [7, 3], "prompt_lookup_max": 4},
         "available": True,
-        **methods.acceptance({"a": (30, 10)}),
+        **method_runs.acceptance({"a": (30, 10)}),
         "greedy": counts,
-        "speeds": [methods.summarise(speed(ratios=[1.5, 2.0, 2.5]))],
+        "speeds": [method_runs.summarise(speed(ratios=[1.5, 2.0, 2.5]))],
     }
     assert table_line(row, 7) == [
         "ngram",

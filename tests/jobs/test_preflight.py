@@ -10,10 +10,13 @@ import torch
 from dflash.checkpoint import save_drafter
 from dflash.hypotheses import hypotheses
 from dflash.model import new_drafter
-from jobs import cli, findings, preflight, servers, trial
-from jobs.config import Config, load
-from jobs.doctor import Check
-from jobs.endings import Endings, check_template
+from jobs import preflight
+from jobs.base import cli
+from jobs.base.checks import Check
+from jobs.base.config import Config, load
+from jobs.fleet import server_pool
+from jobs.proof import engine_checks, engine_trial, kept_results
+from jobs.proof.template_check import Endings, check_template
 from tests.work import CHAT_SETTINGS, make_chats
 
 pytest.importorskip("vllm")
@@ -39,11 +42,13 @@ def first(work):
         kept.append(real(*args))
         return kept[0]
 
-    real, read = trial.serve, trial.with_features
+    real, read = engine_trial.serve, engine_trial.with_features
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "serve", spy)
+        patch.setattr(engine_trial, "serve", spy)
         patch.setattr(
-            trial, "with_features", lambda cfg, rows, taps: wanted.extend(rows) or read(cfg, rows)
+            engine_trial,
+            "with_features",
+            lambda cfg, rows, taps: wanted.extend(rows) or read(cfg, rows),
         )
         good = work / "drafters" / "good"
         summary = preflight.run(configure(work, f"preflight.drafter={good}"))
@@ -58,18 +63,18 @@ def ours(work):
 
 def prepared(work, folder):
     cfg = configure(work)
-    return trial.prepare(cfg, folder, trial.held_out(cfg, folder))
+    return engine_trial.prepare(cfg, folder, engine_trial.held_out(cfg, folder))
 
 
 @pytest.fixture(scope="module")
 def answers(first, ours):
     """What was served, as our target reads it."""
-    return [trial.answer_of(ours, one) for one in first[1].answers + first[1].probes]
+    return [engine_trial.answer_of(ours, one) for one in first[1].answers + first[1].probes]
 
 
 def traced(ours, served, answers):
     names = [*(row["sample_id"] for row in ours.rows), "probe", "probe, cached"]
-    return trial.traces(names, served.answers + served.probes, answers, served.drafts)
+    return engine_trial.traces(names, served.answers + served.probes, answers, served.drafts)
 
 
 def rows(summary):
@@ -94,15 +99,17 @@ def test_a_sound_drafter_passes_every_check(first):
 
 def test_a_pass_is_kept_and_reused(first, work, monkeypatch):
     summary, _ = first
-    assert preflight.passed(configure(work), work / "drafters" / "good")
-    monkeypatch.setattr(trial, "serve", lambda *args: pytest.fail("served again"))
+    assert kept_results.preflight_passed(configure(work), work / "drafters" / "good")
+    monkeypatch.setattr(engine_trial, "serve", lambda *args: pytest.fail("served again"))
     again = preflight.run(configure(work, f"preflight.drafter={work / 'drafters' / 'good'}"))
     assert again == summary | {"reused": True}
-    assert not preflight.passed(configure(work, "serve.k=[2]"), work / "drafters" / "good")
+    assert not kept_results.preflight_passed(
+        configure(work, "serve.k=[2]"), work / "drafters" / "good"
+    )
 
 
 def test_a_broken_folder_is_refused_before_a_server_starts(work, capsys, monkeypatch):
-    monkeypatch.setattr(trial, "serve", lambda *args: pytest.fail("served"))
+    monkeypatch.setattr(engine_trial, "serve", lambda *args: pytest.fail("served"))
     broken = work / "drafters" / "broken"
     shutil.copytree(work / "drafters" / "good", broken)
     config = json.loads((broken / "config.json").read_text())
@@ -119,37 +126,37 @@ def test_a_broken_folder_is_refused_before_a_server_starts(work, capsys, monkeyp
 
 def test_a_mislabelled_folder_that_vllm_serves_as_it_says_is_named(work):
     """Rope of another base, taps of another convention: vLLM and replay agree, both wrong."""
-    good = trial.load_drafter(work / "drafters" / "good")
+    good = engine_trial.load_drafter(work / "drafters" / "good")
     for wrong, name in (({"rope_theta": 7.0}, "rope_theta 10000"), ({"mask_token_id": 2}, "96")):
         drafter = new_drafter(replace(good.cfg, **wrong), 0)
         drafter.load_state_dict(good.state_dict())
         folder = save_drafter(drafter, work / "drafters" / name.replace(" ", "-"), torch.float32)
         known = hypotheses(drafter.cfg, [1e4], [96, 2])
-        check = findings.check_fit(replace(prepared(work, folder), table=known))
+        check = engine_checks.check_fit(replace(prepared(work, folder), table=known))
         assert check.status == "fail"
         assert f"{name}'" in check.found
 
 
 def test_features_of_other_layers_are_caught(ours):
-    assert findings.check_features(ours).status == "ok"
+    assert engine_checks.check_features(ours).status == "ok"
     taps = ours.drafter.cfg.target_layer_ids
     shifted = replace(ours, recorded=[answer.request(taps, 1) for answer in ours.answers])
-    check = findings.check_features(shifted)
+    check = engine_checks.check_features(shifted)
     assert (check.status, "one layer later by 0.00%" in check.found) == ("fail", True)
 
 
 def test_other_weights_in_the_engine_are_caught(first, ours, answers):
     _, served = first
     traces = traced(ours, served, answers)
-    assert findings.check_drafts(ours, traces)[0].status == "ok"
+    assert engine_checks.check_drafts(ours, traces)[0].status == "ok"
     stale = replace(ours, drafter=new_drafter(ours.drafter.cfg, 5))
-    check, found = findings.check_drafts(stale, traces)
+    check, found = engine_checks.check_drafts(stale, traces)
     assert check.status == "fail"
     assert "none of" in check.fix
     assert found["different"] > 0.5 * found["drafts"]
-    assert findings.check_cache(stale, traces, 256).status == "fail"
-    assert findings.check_cache(ours, traces, 0).status == "skip"
-    check, _ = findings.check_tau(stale, served, answers)
+    assert engine_checks.check_cache(stale, traces, 256).status == "fail"
+    assert engine_checks.check_cache(ours, traces, 0).status == "skip"
+    check, _ = engine_checks.check_tau(stale, served, answers)
     assert check.status == "fail"
 
 
@@ -157,7 +164,7 @@ def test_zeros_that_vllm_drafts_near_its_limit_are_named(first, ours, answers):
     trace = next(t for t in traced(ours, first[1], answers) if 0 in t.accepted)
     drafts = trace.drafts.clone()
     drafts[trace.accepted.index(0)] = 0
-    check, found = findings.check_drafts(ours, [replace(trace, drafts=drafts)])
+    check, found = engine_checks.check_drafts(ours, [replace(trace, drafts=drafts)])
     assert check.status == "fail"
     assert "vLLM drafts zeros within K + 1 tokens of its limit" in check.found
     assert "serve.max_model_len" in check.fix
@@ -167,8 +174,8 @@ def test_zeros_that_vllm_drafts_near_its_limit_are_named(first, ours, answers):
 def test_another_text_is_blamed_on_the_target(first, ours):
     _, served = first
     changed = [replace(c, output_ids=[9, *c.output_ids[1:]]) for c in served.answers]
-    answers = [trial.answer_of(ours, completion) for completion in changed]
-    assert findings.check_text(answers, ours.ties).status == "fail"
+    answers = [engine_trial.answer_of(ours, completion) for completion in changed]
+    assert engine_checks.check_text(answers, ours.ties).status == "fail"
 
 
 def test_answers_that_are_not_the_recorded_ones_do_not_fail_tau(first, ours, answers):
@@ -176,7 +183,7 @@ def test_answers_that_are_not_the_recorded_ones_do_not_fail_tau(first, ours, ans
     served text, whatever was recorded.
     """
     other = replace(ours, rows=[row | {"output_ids": [9, 9]} for row in ours.rows])
-    check, measured = findings.check_tau(other, first[1], answers)
+    check, measured = engine_checks.check_tau(other, first[1], answers)
     assert check.status == "ok"
     assert measured["comparison"]["identical_rounds"] == len(ours.rows)
 
@@ -185,11 +192,11 @@ def test_answers_shorter_than_a_block_are_not_checked(first, ours):
     """Every round is cut at the end of the answer: equal counts would be an ok about nothing."""
     _, served = first
     short = replace(served, answers=[cut(one, ours.k) for one in served.answers])
-    answers = [trial.answer_of(ours, one) for one in short.answers]
-    check, measured = findings.check_tau(ours, short, answers)
+    answers = [engine_trial.answer_of(ours, one) for one in short.answers]
+    check, measured = engine_checks.check_tau(ours, short, answers)
     assert (check.status, measured) == ("skip", {})
     assert "not checked" in check.found
-    check = findings.check_fit(replace(ours, answers=answers))
+    check = engine_checks.check_fit(replace(ours, answers=answers))
     assert (check.status, "not checked" in check.found) == ("skip", True)
 
 
@@ -201,8 +208,8 @@ def cut(completion, length):
 
 def test_a_preflight_that_compared_nothing_is_not_passed():
     skipped = [Check("tau", "not checked", "skip"), Check("drafts", "not recorded", "skip")]
-    assert [c.status for c in trial.nothing_compared(skipped)] == ["fail"]
-    assert trial.nothing_compared([*skipped[:1], Check("drafts", "fine")]) == []
+    assert [c.status for c in engine_trial.nothing_compared(skipped)] == ["fail"]
+    assert engine_trial.nothing_compared([*skipped[:1], Check("drafts", "fine")]) == []
 
 
 def test_a_sound_drafter_passes_in_bfloat16(work):
@@ -216,7 +223,7 @@ def test_a_sound_drafter_passes_in_bfloat16(work):
 
 
 def test_without_memory_for_one_server_it_is_refused_with_numbers(work, monkeypatch):
-    monkeypatch.setattr(servers, "free_bytes", lambda: 2**30)
+    monkeypatch.setattr(server_pool, "free_bytes", lambda: 2**30)
     good = work / "drafters" / "good"
     with pytest.raises(ValueError, match=r"room for 0: .*GiB.*1\.0 GiB are free"):
         preflight.run(configure(work, f"preflight.drafter={good}", "serve.k=[1]"))

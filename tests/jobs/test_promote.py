@@ -12,9 +12,13 @@ import torch
 
 from dflash.checkpoint import drafter_sha256, load_drafter, save_drafter
 from dflash.identity import legacy_target_id
-from jobs import cli, preflight, promote, registry, rollback
-from jobs.config import load
-from jobs.registry import Registry, lease
+from jobs import promote, rollback
+from jobs.base import cli
+from jobs.base.config import load
+from jobs.proof import kept_results
+from jobs.registry import versions
+from jobs.registry.lease import lease
+from jobs.registry.versions import Registry
 from store import promotions
 from tests.promotion import (
     SHAPE,
@@ -109,7 +113,7 @@ def test_a_drafter_no_better_than_none_is_no_first_champion(cfg):
     _, summary = promoted(cfg, "one", 1, tau=1.02)
     assert summary["decision"] == "refused"
     assert aliases(cfg) == {"challenger": "1"}
-    assert registry.resolve(cfg, "champion") is None
+    assert versions.resolve(cfg, "champion") is None
 
 
 def test_champion_changed_since_the_evaluation(cfg):
@@ -127,7 +131,7 @@ def test_champion_changed_since_the_evaluation(cfg):
 def test_dangling_champion_is_no_champion(cfg):
     first, _ = promoted(cfg, "one", 1)
     Registry(cfg).client.delete_model_version("drafter", "1")
-    assert registry.resolve(cfg, "champion") is None
+    assert versions.resolve(cfg, "champion") is None
     _, summary = promoted(cfg, "two", 2, against=first)
     assert "but the champion is none" in summary["reasons"][0]
     _, summary = promoted(cfg, "two", 2)
@@ -179,7 +183,7 @@ def test_config_edited_after_the_evaluation(cfg, capsys):
     edited = opened(cfg, "champion")[1] / "config.json"
     edited.write_text(edited.read_text().replace("20000.0", "10000.0"))
     with pytest.raises(ValueError, match="holds another drafter than was registered"):
-        registry.resolve(cfg, "champion")
+        versions.resolve(cfg, "champion")
 
 
 def test_user_errors_are_one_message(cfg, capsys):
@@ -209,13 +213,13 @@ def test_resolve_checks_the_drafter_and_names_the_folder(cfg):
     assert folder.is_relative_to(cfg.path("mlartifacts"))
     save_drafter(load_drafter(folder), folder, torch.bfloat16)
     with pytest.raises(ValueError, match=r"drafters/.*/one holds another drafter"):
-        registry.resolve(cfg, "champion")
+        versions.resolve(cfg, "champion")
     shutil.rmtree(folder)
     with pytest.raises(ValueError, match=r"drafters/.*/one is gone; version 1"):
-        registry.resolve(cfg, "champion")
+        versions.resolve(cfg, "champion")
     with pytest.raises(ValueError, match="no version 7"):
-        registry.resolve(cfg, "7")
-    assert registry.resolve(cfg, "previous") is None
+        versions.resolve(cfg, "7")
+    assert versions.resolve(cfg, "previous") is None
 
 
 def test_rollback_skips_what_no_longer_loads(cfg):
@@ -252,7 +256,7 @@ def test_an_evaluation_that_does_not_know_about_leaks_is_made_again(cfg, capsys)
 
 def test_registry_that_was_never_written_is_not_created_by_asking(tmp_path):
     cfg = load(None, [f"work={tmp_path}"])
-    assert registry.resolve(cfg, "champion") is None
+    assert versions.resolve(cfg, "champion") is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -264,7 +268,7 @@ def test_interrupted_before_the_record_is_completed_by_the_next_run(cfg, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(promote.promotions, "append", killed)
+        patch.setattr(promotions, "append", killed)
         with pytest.raises(KeyboardInterrupt):
             promote.run(cfg)
     assert aliases(cfg) == {"champion": "1", "challenger": "1"}
@@ -290,7 +294,8 @@ def test_two_racing_promoters_and_a_killed_one(cfg):
     """Both were evaluated against no champion: one wins, the other has to be evaluated again. A
     third process that dies with the lease in hand keeps nobody out."""
     hold = (
-        "import sys, time; from jobs.config import load; from jobs.registry import lease\n"
+        "import sys, time; from jobs.base.config import load\n"
+        "from jobs.registry.lease import lease\n"
         "with lease(load(None, sys.argv[1:])): print('held', flush=True); time.sleep(60)"
     )
     work = f"work={cfg.work}"
@@ -327,7 +332,7 @@ def test_a_drafter_without_a_passed_preflight_is_refused_if_that_is_asked_for(cf
     folder, summary = promoted(cfg, "one", 1)
     assert summary["decision"] == "refused"
     assert f"`flywheel preflight {folder}`" in summary["reasons"][0]
-    path = preflight.result_path(cfg, folder)
+    path = kept_results.preflight_path(cfg, folder)
     path.parent.mkdir()
     path.write_text(json.dumps({"ok": False}))
     assert promote.run(cfg)["decision"] == "refused"
@@ -338,10 +343,10 @@ def test_a_drafter_without_a_passed_preflight_is_refused_if_that_is_asked_for(cf
 
 def formerly(cfg, number):
     """Tag a version as versions before December 2026 did, with the target's id of that time."""
-    version = registry.Registry(cfg).get(number)
+    version = versions.Registry(cfg).get(number)
     assert version is not None
     fields = version.compat | {"target_id": legacy_target_id(cfg.target_path)}
-    tags = (cfg.mlflow.model, number, registry.FIELDS, json.dumps(fields))
+    tags = (cfg.mlflow.model, number, versions.FIELDS, json.dumps(fields))
     Registry(cfg).client.set_model_version_tag(*tags)
 
 

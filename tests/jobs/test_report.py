@@ -11,13 +11,13 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from dflash.acceptance import num_rounds, positions, tau, tau_macro
-from jobs.config import load
-from jobs.describe import by_k, describe, gain
-from jobs.intervals import Resamples
-from jobs.report import publish, run
-from jobs.report.facts import Facts
-from jobs.report.page import interval, render
-from jobs.tracking import experiment_id
+from jobs.base.config import load
+from jobs.evaluation.intervals import Resamples
+from jobs.evaluation.summaries import by_k, describe, gain
+from jobs.report import run
+from jobs.reporting.facts import Facts
+from jobs.reporting.page import interval, publish, render
+from jobs.tracking.mlflow_runs import experiment_id
 from store import promotions
 from store.schemas import ACCEPTANCE, SET_ASIDE
 from store.set_aside import write_set_aside

@@ -8,10 +8,11 @@ import subprocess
 
 import pytest
 
-from jobs import evaluate, reference
-from jobs.config import load
-from jobs.report import publish
-from jobs.samples import load_requests
+from jobs import evaluate
+from jobs.base.config import load
+from jobs.dataset.samples import load_requests
+from jobs.proof import reference_check
+from jobs.reporting.page import publish
 from tests.work import RIVAL_SETTINGS
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -71,7 +72,7 @@ def page(tmp_path_factory, rivals):
     work = shutil.copytree(rivals, tmp_path_factory.mktemp("browser") / "work")
     cfg = load(None, [f"work={work}", *RIVAL_SETTINGS, f"evaluate.baseline={work / 'blank'}"])
     found = evaluate.run(cfg)
-    reference.check_reference(cfg, work / "drafters" / "known", load_requests(cfg, "test")[0])
+    reference_check.check_reference(cfg, work / "drafters" / "known", load_requests(cfg, "test")[0])
     path = publish(cfg, found["drafter_sha256"])
     assert path is not None
     assert str(path) == found["report"], "evaluate has written it, too"

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from dflash.checkpoint import drafter_sha256, save_drafter
+from dflash.identity import target_id
 from dflash.model import Drafter
-from dflash.target import target_id
-from jobs import serve
-from jobs.config import load
+from jobs.base import devices
+from jobs.base.config import load
+from jobs.fleet import replica
 from tests.promotion import SHAPE
 from tests.tiny import make_target
 
@@ -23,12 +24,12 @@ def cfg(tmp_path):
 
 def test_auto_is_resolved_for_the_device_that_serves(cfg, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr("dflash.target._amx", lambda: False)
+    monkeypatch.setattr("dflash.target_model._amx", lambda: False)
     for on_cpu, expected in ((True, torch.float32), (False, torch.bfloat16)):
-        monkeypatch.setattr(serve, "vllm_runs_on_cpu", lambda on_cpu=on_cpu: on_cpu)
-        assert serve.served_dtype(cfg) == expected
+        monkeypatch.setattr(devices, "vllm_runs_on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        assert devices.served_dtype(cfg) == expected
         named = cfg.override("target", dtype="float16")
-        assert serve.served_dtype(named) == torch.float16
+        assert devices.served_dtype(named) == torch.float16
 
 
 def verified(cfg, folder, name, age, **changes):
@@ -42,18 +43,18 @@ def verified(cfg, folder, name, age, **changes):
 
 def test_k_is_what_the_latest_verify_of_this_drafter_chose(cfg):
     folder = save_drafter(Drafter(SHAPE), cfg.path("drafters", "one"), torch.float32)
-    assert serve.verified_k(cfg, folder) == []
+    assert replica.verified_k(cfg, folder) == []
     verified(cfg, folder, "a", 30)
     verified(cfg, folder, "b", 20, k_by_batch_size=[5])
     verified(cfg, folder, "c", 10, drafter_sha256="other", k_by_batch_size=[1])
-    assert serve.verified_k(cfg, folder) == [5]
+    assert replica.verified_k(cfg, folder) == [5]
     path = verified(cfg, folder, "d", 0)
     path.write_text("{}")
     with pytest.raises(
         ValueError, match=r"d\.json is damaged \(it lacks drafter_sha256, target_id"
     ):
-        serve.verified_k(cfg, folder)
+        replica.verified_k(cfg, folder)
     path.unlink()
     config = folder / "config.json"
     config.write_text(config.read_text().replace("1e-05", "0.1"))
-    assert serve.verified_k(cfg, folder) == [], "another rms_norm_eps is another drafter"
+    assert replica.verified_k(cfg, folder) == [], "another rms_norm_eps is another drafter"

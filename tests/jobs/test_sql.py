@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 
 from dflash import acceptance
-from jobs import cli
-from jobs import sql as sql_stage
-from jobs.config import load
+from jobs.base import cli
+from jobs.base.config import load
+from jobs.dataset import queries
 from store import promotions
 from store.schemas import ACCEPTANCE, TRAFFIC
 from store.shards import write_manifest, write_shard
-from store.traffic import read_traffic
+from store.traffic_table import read_traffic
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def publish(cfg, key, requests):
 
 
 def ask(cfg, question):
-    query = sql_stage.find_question(question).read_text()
-    return sql_stage.ask(cfg, query, question).to_pylist()
+    query = queries.find_question(question).read_text()
+    return queries.ask(cfg, query, question).to_pylist()
 
 
 def test_tau_equals_the_definition(cfg):
@@ -152,7 +152,7 @@ def test_without_a_champion_there_is_nothing_to_compare(cfg):
     assert ask(cfg, "champion_vs_challenger") == []
 
 
-@pytest.mark.parametrize("question", sql_stage.questions())
+@pytest.mark.parametrize("question", queries.questions())
 def test_every_question_works_on_an_empty_work_folder(cfg, question, capsys):
     assert cli.main(["sql", question, f"work={cfg.work}"]) == 0
     out, err = capsys.readouterr()
@@ -218,7 +218,7 @@ def elsewhere(monkeypatch):
 def test_days_are_utc_days_wherever_the_machine_is(cfg):
     publish(cfg, "a", [next(rows("d1", 1)) | {"started_at": datetime(2026, 1, 2, 3, tzinfo=UTC)}])
     query = "select cast(date_trunc('day', started_at) as date) as day from acceptance"
-    assert sql_stage.ask(cfg, query).to_pylist() == [{"day": date(2026, 1, 2)}]
+    assert queries.ask(cfg, query).to_pylist() == [{"day": date(2026, 1, 2)}]
 
 
 def test_the_traffic_view_is_what_training_reads(cfg):
@@ -241,7 +241,7 @@ def test_the_traffic_view_is_what_training_reads(cfg):
         write_manifest(folder, key, [write_shard(folder / f"{key}.parquet", table)], {})
     names = ["sample_id", "split", "conversation_id", "repeat_count", "language", "shaped"]
     query = f"select {', '.join(names)} from Traffic order by sample_id"
-    found = sql_stage.ask(cfg, query).to_pylist()
+    found = queries.ask(cfg, query).to_pylist()
     assert found == read_traffic(folder).select(names).to_pylist()
     assert [row["repeat_count"] for row in found] == [2, 2]
     assert len({row["split"] for row in found}) == 1, "equal prompts are on one side"

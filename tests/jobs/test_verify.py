@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from dflash.model import drafter_of
-from jobs import cli, evaluate, servers, verify
-from jobs.config import load
+from jobs import evaluate, verify
+from jobs.base import cli
+from jobs.base.config import load
+from jobs.fleet import server_pool
+from jobs.proof import verdict
 from serving.greedy import Difference
 from tests.work import CHAT_SETTINGS, make_chats
 
@@ -110,8 +113,8 @@ def test_an_engine_that_computes_another_drafter_fails(first, work, monkeypatch,
         drafter = real(*args)
         return drafter_of(replace(drafter.cfg, rms_norm_eps=1.0), drafter.state_dict())
 
-    real = verify.load_drafter
-    monkeypatch.setattr(verify, "load_drafter", changed)
+    real = verdict.load_drafter
+    monkeypatch.setattr(verdict, "load_drafter", changed)
     assert again(monkeypatch, work, first[1]) == 1
     printed = capsys.readouterr()
     summary = json.loads(printed.out.splitlines()[-1])
@@ -136,7 +139,7 @@ def test_texts_that_the_control_does_not_explain_fail(first, work, monkeypatch, 
 
 
 def test_without_memory_for_one_server_it_is_refused_at_once(work, champion, monkeypatch):
-    monkeypatch.setattr(servers, "free_bytes", lambda: 2**30)
+    monkeypatch.setattr(server_pool, "free_bytes", lambda: 2**30)
     monkeypatch.setattr(verify, "check_reference", lambda *args: pytest.fail("began"))
     for path in work.glob("verified/*.json"):
         path.unlink()

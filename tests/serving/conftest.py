@@ -55,7 +55,7 @@ def learned_drafter(tmp_path_factory, tiny_target) -> Path:
     """The same drafter after a few seconds with the greedy answers to LEARNED: accepted often."""
     from dflash.checkpoint import save_drafter
     from dflash.model import new_drafter
-    from dflash.target import load_target
+    from dflash.target_model import load_target
     from tests.tiny import memorise
 
     drafter = new_drafter(tiny_config(), seed=0)
@@ -67,7 +67,7 @@ def learned_drafter(tmp_path_factory, tiny_target) -> Path:
 
 def tiny_config():
     """The shape of the tiny drafters."""
-    from dflash.config import DrafterConfig
+    from dflash.drafter_config import DrafterConfig
 
     return DrafterConfig(
         hidden_size=64,

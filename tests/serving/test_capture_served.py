@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.server import Server
+from serving.vllm_server import Server
 from tests.tiny import add_tokenizer
 
 pytest.importorskip("vllm")

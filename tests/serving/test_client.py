@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from serving.acceptance import rounds, served_row
 from serving.client import Completion, Request, compare_speeds, complete, counter
 from serving.greedy import read_again
+from serving.vllm_counts import rounds, served_row
 
 PROMPT = [1, 2]
 

@@ -18,11 +18,11 @@ from dflash.checkpoint import load_drafter
 from dflash.decode import decode
 from dflash.replay import Request as Recorded
 from dflash.replay import replay
-from dflash.target import load_target
-from serving.acceptance import rounds
+from dflash.target_model import load_target
 from serving.client import Request, complete
 from serving.greedy import judge, read_again
-from serving.server import Server
+from serving.vllm_counts import rounds
+from serving.vllm_server import Server
 from tests.serving.conftest import LEARNED, TAPS, VOCABULARY
 
 pytest.importorskip("vllm")
@@ -217,7 +217,7 @@ def test_without_the_plugin_a_drafter_is_refused(tiny_target, tiny_drafter, tmp_
 
 def test_a_killed_parent_takes_its_server_along(tiny_target, tmp_path):
     code = (
-        "import sys, time; from serving.server import Server\n"
+        "import sys, time; from serving.vllm_server import Server\n"
         f"s = Server({str(tiny_target)!r}, log={str(tmp_path / 'serve.log')!r}, "
         "max_model_len=128, kv_cache_gib=1)\n"
         "s.start(); s.wait_until_ready(); print(s._process.pid, s.url, flush=True); time.sleep(600)"
@@ -249,7 +249,7 @@ def test_vllm_and_transformers_give_the_same_features(tiny_target):
     # the longest prompt into chunks.
     code = f"""
 import torch
-from dflash.target import load_target
+from dflash.target_model import load_target
 from serving.extract import Extractor
 taps, generator = {TAPS}, torch.Generator().manual_seed(0)
 batch = [torch.randint({VOCABULARY}, (n,), generator=generator).tolist() for n in (1, 7, 64, 150)]

@@ -14,13 +14,13 @@ from dflash.diagnose import Trace, compare, draft_logits, explain, own_noise, re
 from dflash.hypotheses import AS_CONFIGURED, hypotheses
 from dflash.model import drafter_of
 from dflash.replay import Request
-from dflash.target import load_target
-from dflash.train import generator
-from jobs import comparison, findings
-from serving.acceptance import rounds
+from dflash.target_model import load_target
+from dflash.training_step import generator
+from jobs.proof import engine_checks, round_comparison
 from serving.client import Completion
 from serving.drafts import drafted, read_drafts
 from serving.greedy import Reading, judge
+from serving.vllm_counts import rounds
 from tests.serving.conftest import TAPS
 from tests.serving.faulty_engine import MAX_TOKENS, OTHER_MASK, OTHER_THETA
 from tests.tiny import learn
@@ -147,13 +147,13 @@ def verdict(served, drafter, target, traces, noise, fault):
     own = compare(AS_CONFIGURED, drafter, target.embedding, target.head, found)
     read = {a.request_id: t.answer for a, t in zip(answers, found, strict=True)}
     named = [(a.request_id, a) for a in answers]
-    rounds_of = comparison.compare(
+    rounds_of = round_comparison.compare(
         target, drafter, named, drafter.cfg.num_drafts, lambda a: read[a.request_id]
     )
-    text = findings.check_text([t.answer for t in found], TIES[target.dtype])
+    text = engine_checks.check_text([t.answer for t in found], TIES[target.dtype])
     says = {
         "text": text.status == "fail",
-        "drafts": not findings.same(own, TIES[target.dtype], noise),
+        "drafts": not engine_checks.same(own, TIES[target.dtype], noise),
         "rounds": bool(rounds_of.faults()),
     }
     print(fault, target.dtype, text.found, rounds_of.words(), rounds_of.faults())
@@ -165,7 +165,9 @@ def test_a_healthy_engine_passes_every_check(served, traces, drafter, target, no
     assert failed == set()
     assert own.drafts > 300
     turned = len(noise.mismatches)
-    assert findings.within(len(own.mismatches), own.drafts, findings.MAX_TIES, turned, noise)
+    assert engine_checks.within(
+        len(own.mismatches), own.drafts, engine_checks.MAX_TIES, turned, noise
+    )
     assert sum(map(sum, rounds_of.served)) > 60, "nothing is accepted: a weak test"
 
 
@@ -194,7 +196,7 @@ def test_a_planted_fault_is_caught_and_recognised(
     assert "drafts" in failed
     # Block slots that see each other hardly matter to this drafter: of it, rounds may say nothing.
     assert "rounds" in failed or fault == "causal"
-    found, unsure = traces(fault), findings.TWICE * noise.beyond(ties) / noise.drafts
+    found, unsure = traces(fault), engine_checks.TWICE * noise.beyond(ties) / noise.drafts
     models = (drafter, target.embedding, target.head)
     cause, ranking = explain(table(config), *models, found, ties, unsure)
     assert cause is not None, [(h.name, share) for h, share in ranking]
@@ -207,7 +209,7 @@ def test_other_weights_are_caught_and_blamed_on_no_known_fault(
     failed, _, _ = verdict(served, drafter, target, traces, noise, "weights")
     assert failed >= {"drafts", "rounds"}
     found = traces("weights")
-    unsure = findings.TWICE * noise.beyond(ties) / noise.drafts
+    unsure = engine_checks.TWICE * noise.beyond(ties) / noise.drafts
     models = (drafter, target.embedding, target.head)
     cause, _ = explain(table(config), *models, found, ties, unsure)
     assert cause is None
@@ -248,6 +250,6 @@ def test_drafts_after_a_cached_prefix_are_ours_and_stale_keys_are_caught(
     def own(name):
         return compare(AS_CONFIGURED, drafter, target.embedding, target.head, traces(name))
 
-    assert findings.same(own("cold"), ties, noise)
-    assert findings.same(own("warm"), ties, noise)
+    assert engine_checks.same(own("cold"), ties, noise)
+    assert engine_checks.same(own("warm"), ties, noise)
     assert own("stale").share(ties) < 0.9

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from dflash.decode import decode
-from dflash.target import load_target
+from dflash.target_model import load_target
 from jobs import ingest, methods
-from jobs.config import load
-from serving.acceptance import rounds
+from jobs.base.config import load
+from jobs.proof import method_runs
+from serving.vllm_counts import rounds
 from tests.serving.conftest import ANSWER, LEARNED
 
 pytest.importorskip("vllm")
@@ -39,7 +40,7 @@ def cfg(tmp_path_factory, ray_cluster, tiny_target, learned_drafter):
         "verify.repeats=2",
         "methods.names=ngram,mtp,dflash",
         "methods.ngram_min=1",
-        f"methods.dflash={learned_drafter}",
+        f"draft_methods.dflash={learned_drafter}",
     ]
     found = load(None, settings)
     ingest.run(found)
@@ -70,9 +71,9 @@ def result(cfg):
         answers[label] = found[0]
         return found
 
-    real = methods.ask
+    real = method_runs.ask
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(methods, "ask", spy)
+        patch.setattr(method_runs, "ask", spy)
         summary = methods.run(cfg)
     return {row["method"]: row for row in summary["methods"]}, answers
 
@@ -106,7 +107,7 @@ def test_text_speed_and_latency_are_there(result):
 
 
 def test_a_second_run_finds_the_result(result, cfg, monkeypatch):
-    monkeypatch.setattr(methods, "compare", lambda *args: pytest.fail("measured again"))
+    monkeypatch.setattr(method_runs, "compare_methods", lambda *args: pytest.fail("measured again"))
     assert methods.run(cfg)["reused"]
     [path] = cfg.path("methods").glob("*.json")
     parts = path.with_suffix("")

@@ -8,21 +8,22 @@ from typing import Any
 import pytest
 import torch
 
+from bench.zlab_client import whole_vocabulary
 from dflash.checkpoint import load_drafter, save_drafter
-from dflash.config import DrafterConfig
 from dflash.decode import decode
+from dflash.drafter_config import DrafterConfig
 from dflash.loss import Candidates, Sample
 from dflash.model import drafter_of, new_drafter
 from dflash.objective import choose_weights, recorded_token
 from dflash.optim import build_optimizers
 from dflash.replay import Request as Recorded
 from dflash.replay import replay
-from dflash.target import load_target
-from dflash.train import generator, step_batch, step_indices, step_loss
-from dflash.vocabulary import frequent_tokens, set_vocabulary, whole_vocabulary
-from serving.acceptance import rounds
+from dflash.target_model import load_target
+from dflash.training_step import generator, step_batch, step_indices, step_loss
+from dflash.vocabulary import frequent_tokens, set_vocabulary
 from serving.client import Request, complete
-from serving.server import Server
+from serving.vllm_counts import rounds
+from serving.vllm_server import Server
 from tests.serving.conftest import TAPS, VOCABULARY
 
 pytest.importorskip("vllm")

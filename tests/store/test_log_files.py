@@ -13,7 +13,7 @@ import pytest
 from store import log_files
 from store.digests import Digests, digest_log, stamp
 from store.log_files import find_logs, open_log, other_kind
-from store.logs import Reject, Rules, parse_log
+from store.log_formats import Reject, Rules, parse_log
 
 RULES = Rules("t", 100, "default", 2, 10, 10)
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from store.logs import NotUsed, Reject
+from store.log_formats import NotUsed, Reject
 from tests.logs import line, pair, parse, reason
 
 NO_CONSENT = NotUsed(0, "no_consent")

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pytest
 
 from store import files
+from store.files import sweep
 from store.schemas import ACCEPTANCE, FEATURES, REJECTS, TRAFFIC, count_tokens
 from store.shards import (
     is_complete,
@@ -19,11 +20,10 @@ from store.shards import (
     read_manifests,
     shard_info,
     shard_paths,
-    sweep,
-    verify,
     write_manifest,
     write_shard,
 )
+from tests.shards import verify
 
 
 def rejects(n, reason="cut_line"):

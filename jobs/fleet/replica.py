@@ -1,0 +1,59 @@
+"""One vLLM server, as the configuration describes it."""
+
+from pathlib import Path
+
+from dflash.checkpoint import drafter_sha256
+from dflash.identity import target_id
+from jobs.base.config import Config
+from jobs.base.devices import served_dtype
+from jobs.registry.versions import resolve
+from serving.vllm_server import Server
+from store.files import read_json
+
+
+def server(cfg: Config, log: str = "serve.log") -> Server:
+    """The server that the configuration describes, not started; vLLM prints to <work>/logs/log."""
+    serve = cfg.serve
+    drafter, name = _drafter(cfg)
+    k = serve.k or (verified_k(cfg, drafter) if drafter else [])
+    return Server(
+        cfg.target_path,
+        drafter=drafter,
+        k=tuple(k),
+        host=serve.host,
+        port=serve.port,
+        dtype=str(served_dtype(cfg)).removeprefix("torch."),
+        max_model_len=serve.max_model_len,
+        max_num_seqs=serve.max_num_seqs,
+        kv_cache_gib=serve.kv_cache_gib,
+        eager=serve.eager,
+        capture=serve.capture or None,
+        target_id=target_id(cfg.target_path),
+        drafter_version=name,
+        log=cfg.path("logs", log),
+        args=tuple(serve.args),
+    )
+
+
+def verified_k(cfg: Config, drafter: Path) -> list[int]:
+    """The K by batch size that the latest `flywheel verify` chose for this drafter; [] if none."""
+    wanted = {"drafter_sha256": drafter_sha256(drafter), "target_id": target_id(cfg.target_path)}
+    files = sorted(cfg.path("verified").glob("[!.]*.json"), key=lambda file: file.stat().st_mtime)
+    for file in reversed(files):
+        found = read_json(file, ["drafter_sha256", "target_id"])
+        sound = found.get("ok", True)  # a drafter that failed has chosen nothing
+        if sound and wanted.items() <= found.items() and "k_by_batch_size" in found:
+            return found["k_by_batch_size"]
+    return []
+
+
+def _drafter(cfg: Config) -> tuple[Path | None, str | None]:
+    """(folder, version) of serve.drafter; (None, None) without one."""
+    if cfg.serve.drafter != "champion":
+        folder = Path(cfg.serve.drafter).absolute()
+        return (folder, folder.name) if cfg.serve.drafter else (None, None)
+    found = resolve(cfg, "champion")
+    if found is None:
+        raise ValueError("there is no champion yet: `flywheel promote`, or name a drafter folder")
+    version, folder = found
+    return folder, version

@@ -1,0 +1,86 @@
+"""The Ray actors of a harvest: how many, with which share of the machines, and their work."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+import torch
+from tqdm import tqdm
+
+from jobs.base.cluster import cluster, cpus_each
+from jobs.base.config import Config
+from jobs.base.console import console
+from jobs.harvesting.harvester import Harvested, Harvester
+
+
+def harvest_rows(cfg: Config, rows: pa.Table, folder: Path) -> Harvested:
+    """Harvest these rows into `folder`, shard by shard, with a progress bar."""
+    size, found = cfg.harvest.samples_per_shard, Harvested()
+    chunks = [rows.slice(i, size) for i in range(0, rows.num_rows, size)]
+    with tqdm(total=rows.num_rows, desc="harvest", unit="sample", disable=not chunks) as bar:
+        for done in by_actors(cfg, folder, chunks) if chunks else ():
+            found.paths += done.paths
+            found.samples += done.samples
+            found.aside += done.aside
+            bar.update(done.samples + len(done.aside))
+    return found
+
+
+def by_actors(cfg: Config, folder: Path, chunks: Sequence[pa.Table]) -> Iterator[Harvested]:
+    """The work of each chunk, in the order in which it is done, by Ray actors."""
+    with cluster(cfg):
+        num_actors, share = min(cfg.harvest.workers, len(chunks)), actor_share(cfg, ray.nodes())
+        note_waiting(share, num_actors)
+        remote = ray.remote(Harvester).options(**share)
+        actors = [remote.remote(cfg, max(1, int(share["num_cpus"]))) for _ in range(num_actors)]
+        pool: Any = ray.util.ActorPool(actors)
+        # A chunk becomes Python lists when an actor is free for it.
+        yield from pool.map_unordered(
+            lambda actor, chunk: actor.shard.remote(folder, chunk.to_pylist()), chunks
+        )
+
+
+def actor_share(cfg: Config, nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """CPUs and GPUs that each actor gets, such that all fit on the nodes of the cluster.
+
+    Raises ValueError for more harvest.workers than CPUs, or than GPUs where they are used, and
+    where no nodes have both.
+    """
+    workers = cfg.harvest.workers
+    resources = [node["Resources"] for node in nodes if node["Alive"]]
+    cpus = [int(found.get("CPU", 0)) for found in resources]
+    gpus = sum(int(found.get("GPU", 0)) for found in resources)
+    if sum(cpus) < workers:
+        raise ValueError(
+            f"harvest.workers={workers}, but Ray has {sum(cpus)} CPUs: lower it, or raise "
+            "ray.num_cpus (or the container's limit)"
+        )
+    use_gpus = cfg.target.device != "cpu" and (gpus > 0 or cfg.target.device == "cuda")
+    if use_gpus and gpus < workers:
+        raise ValueError(
+            f"harvest.workers={workers}, but Ray has {gpus} GPUs, one for each: lower it, or set "
+            "target.device=cpu"
+        )
+    threads = cpus_each(nodes, workers, int(use_gpus))
+    if not threads:  # the sums suffice, the nodes do not: Ray would wait without a word
+        raise ValueError(
+            f"harvest.workers={workers}, but Ray has no nodes for so many with a GPU and a CPU "
+            f"each ({gpus} GPUs are on nodes with too few CPUs): lower it, or start those nodes "
+            "with more CPUs (ray start --num-cpus)"
+        )
+    if not cfg.ray.address:  # this machine: what torch was told (OMP_NUM_THREADS) holds
+        threads = min(threads, torch.get_num_threads())
+    return {"num_cpus": threads, "num_gpus": int(use_gpus)}
+
+
+def note_waiting(share: Mapping[str, float], num_actors: int) -> None:
+    """Say so where others hold what the actors need: a bar at 0 explains nothing."""
+    free = ray.available_resources()
+    for name, each in (("CPU", share["num_cpus"]), ("GPU", share["num_gpus"])):
+        if free.get(name, 0.0) < each * num_actors:
+            console.print(
+                f"harvest needs {each * num_actors:g} {name}s and Ray has {free.get(name, 0.0):g} "
+                "free: it waits for other jobs of the cluster to end"
+            )

@@ -1,0 +1,171 @@
+"""One target engine that makes features, checks them and writes whole shards."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from dflash.identity import target_id
+from dflash.target_model import (
+    Features,
+    Target,
+    load_borrowed,
+    load_target,
+    resolve_dtype,
+    top_logprobs,
+)
+from jobs.base.config import Config
+from jobs.base.devices import compute_device, compute_dtype, served_dtype
+from jobs.base.target_facts import target_config, target_taps
+from jobs.harvesting.screening import (
+    Fault,
+    screen,
+    too_long,
+)
+from store.features import features_row, top_row
+from store.ids import short_hash
+from store.schemas import features_schema
+from store.shards import write_shard
+
+PREFIX = 32
+
+
+Row = dict[str, Any]
+
+
+class Backend(Protocol):
+    """What a harvest engine must do: features of a batch of token id sequences."""
+
+    def features(self, batch: Sequence[Sequence[int]], taps: Sequence[int]) -> list[Features]:
+        """Tap outputs and last hidden states of each sequence."""
+        ...
+
+    def room(self) -> float:
+        """The most tokens of a sequence."""
+        ...
+
+
+@dataclass
+class Harvested:
+    """Facts of finished work: shards, samples in them, and SET_ASIDE rows."""
+
+    paths: list[Path] = field(default_factory=list)
+    samples: int = 0
+    aside: list[Row] = field(default_factory=list)
+
+
+class Harvester:
+    """One target engine; writes whole shards. An actor is one in a process of its own."""
+
+    def __init__(self, cfg: Config, threads: int):
+        torch.set_num_threads(threads)
+        self.cfg, self.taps = cfg, target_taps(cfg)
+        self.identity = target_id(cfg.target_path)
+        self.engine = engine(cfg)
+        self.backend, self.head = make_backend(cfg)
+
+    def shard(self, folder: Path, rows: list[Row]) -> Harvested:
+        """Harvest `rows` into one shard of `folder`; without one if all of them are set aside."""
+        top_k, made = self.cfg.harvest.top_k, {}
+        done, fit = Harvested(), []
+        for row in rows:
+            if fault := too_long(row, self.backend.room()):
+                done.aside.append(self._aside(row, folder, fault))
+            else:
+                fit.append(row)
+        for batch in batches(fit, self.cfg.harvest.batch_tokens):
+            ids = [[*row["prompt_ids"], *row["output_ids"]] for row in batch]
+            for row, features in zip(batch, self.backend.features(ids, self.taps), strict=True):
+                fault = screen(row, features, self.head)
+                if fault:
+                    done.aside.append(self._aside(row, folder, fault))
+                else:
+                    made[row["sample_id"]] = feature_row(row, features, self.head, top_k)
+        if made:
+            hidden = target_config(self.cfg)["hidden_size"]
+            schema = features_schema(self.identity, list(self.taps), hidden, top_k=top_k)
+            kept = [made[row["sample_id"]] for row in rows if row["sample_id"] in made]
+            path = folder / f"{short_hash([row['sample_id'] for row in rows])}.parquet"
+            write_shard(path, pa.Table.from_pylist(kept, schema=schema))
+            done.paths, done.samples = [path], len(kept)
+        return done
+
+    def _aside(self, row: Row, folder: Path, fault: Fault) -> Row:
+        return aside_row(row, self.identity, folder.name, fault) | self.engine
+
+
+def make_backend(cfg: Config) -> tuple[Backend, Tensor]:
+    """The engine that `harvest.backend` names, loaded, and the target's head [V, H]."""
+    if cfg.harvest.backend == "vllm":
+        from serving.extract import Extractor
+
+        dtype = served_dtype(cfg)
+        head = load_borrowed(cfg.target_path, dtype)[1].to(compute_device(cfg))
+        return Extractor(cfg.target_path, target_taps(cfg), dtype), head
+    target: Target = load_target(cfg.target_path, compute_dtype(cfg), compute_device(cfg))
+    return target, target.head
+
+
+def engine(cfg: Config) -> dict[str, str]:
+    """What computes the features, as SET_ASIDE rows name it: `backend` and `dtype`.
+
+    No ValueError without a GPU: the driver of a cluster has none, and asks, too.
+    """
+    if cfg.harvest.backend == "vllm":
+        dtype = served_dtype(cfg)
+    else:
+        device = cfg.target.device
+        dtype = resolve_dtype(cfg.target.dtype, compute_device(cfg) if device == "auto" else device)
+    return {"backend": cfg.harvest.backend, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def feature_row(row: Row, features: Features, head: Tensor, top_k: int = 0) -> Row:
+    """The FEATURES row of a sample, with TOP for top_k > 0."""
+    ids = [*row["prompt_ids"], *row["output_ids"]]
+    found = features_row(row["sample_id"], ids, features.taps.to(torch.bfloat16))
+    if top_k:
+        first = len(row["prompt_ids"])
+        last = features.last[first - 1 : len(ids) - 1].to(head.device, head.dtype)
+        top_ids, logprobs = top_logprobs(last, head, top_k)
+        found |= top_row(found, top_ids.numpy(), logprobs.numpy())
+    return found
+
+
+def aside_row(row: Row, identity: str, key: str, fault: Fault) -> Row:
+    """The SET_ASIDE row of a sample that failed a check under this features key."""
+    return {
+        "sample_id": row["sample_id"],
+        "target_id": identity,
+        "features_key": key,
+        "domain": row["domain"],
+        "reason": fault.reason,
+        "detail": json.dumps(fault.numbers),
+        "tokens": len(row["prompt_ids"]) + len(row["output_ids"]),
+        "found_at": datetime.now(UTC),
+    }
+
+
+def batches(rows: list[Row], batch_tokens: int) -> Iterator[list[Row]]:
+    """Rows with a similar prompt and length; the padded rectangle holds at most `batch_tokens`.
+
+    The backend computes a prompt prefix that a whole batch shares only once.
+    """
+    batch: list[Row] = []
+
+    def order(row: Row) -> tuple[list[int], int]:
+        return row["prompt_ids"][:PREFIX], len(row["prompt_ids"]) + len(row["output_ids"])
+
+    for row in sorted(rows, key=order):
+        longest = len(row["prompt_ids"]) + len(row["output_ids"])
+        if batch and longest * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch

@@ -1,0 +1,123 @@
+"""What became of the records of all logs, in numbers and in words; and when that is an error."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs.base.config import Config
+from jobs.base.console import console, print_table
+from store.rates import exceeds
+from store.reasons import reason_of
+
+REJECT, UNUSED, FINISH = "reject:", "unused:", "finish:"
+"""Classes of what is counted: "reject:json", for one."""
+SHOWN = 5
+"""Names in a message."""
+
+
+@dataclass(frozen=True)
+class RecordCounts:
+    """Records by what became of them, the names found under a reason, and an example of each.
+
+    `examples` has one mapping per log: reason -> file:byte.
+    """
+
+    total: Counter[str]
+    names: Counter[str]
+    examples: list[dict[str, str]]
+
+    @classmethod
+    def of(cls, results: Iterable[dict[str, Any]]) -> "RecordCounts":
+        """Summed over what `ingest_log` says of each log."""
+        results = list(results)
+        return cls(
+            sum((Counter(r["counts"]) for r in results), Counter()),
+            sum((Counter(r["names"]) for r in results), Counter()),
+            [r["examples"] for r in results],
+        )
+
+    def of_class(self, kind: str) -> dict[str, int]:
+        """Records by reason of one class, the most frequent first."""
+        return _stripped(self.total, kind)
+
+    def named(self, reason: str) -> str:
+        """What was found under a reason, with counts: "qwen3-8b (8), llama (4)"."""
+        found = _stripped(self.names, f"{reason}:")
+        shown = ", ".join(f"{name} ({count})" for name, count in [*found.items()][:SHOWN])
+        return shown + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+
+    def meaning(self, reason: str) -> str:
+        """A reason in words, with the names found under it."""
+        found = self.named(reason)
+        return f"{reason}: {reason_of(reason).meaning}" + (f": {found}" if found else "")
+
+
+def _stripped(counts: Counter[str], prefix: str) -> dict[str, int]:
+    return {
+        name.removeprefix(prefix): count
+        for name, count in counts.most_common()
+        if name.startswith(prefix)
+    }
+
+
+def check_counts(cfg: Config, logs: list[Path], counts: RecordCounts) -> None:
+    """Raise ValueError where nothing must be published: no record, several models, too many
+    rejected.
+    """
+    if not counts.total["records"]:
+        shown = ", ".join(str(log) for log in logs[:3]) + (", ..." if len(logs) > 3 else "")
+        raise ValueError(
+            f"no record in {len(logs)} log file(s): {shown}; has the server answered a request to "
+            "/v1/chat/completions or /v1/completions since capture was switched on? Others are not "
+            "recorded: flywheel_capture_total in its /metrics counts them. Name other logs with "
+            "ingest.logs=PATH"
+        )
+    if len(_stripped(counts.names, "model:")) > 1 and not cfg.ingest.models:
+        others = counts.total["reject:other_model"]
+        more = f"; {others} more are by another model than was asked for" if others else ""
+        raise ValueError(
+            f"the logs hold answers of several models: {counts.named('model')}{more}. Only the "
+            "target's may be learned from: list the names it answers under in ingest.models, for "
+            "instance ingest.models=[NAME]; nothing was published"
+        )
+    rejected = counts.of_class(REJECT)
+    rate = sum(rejected.values()) / counts.total["records"]
+    if not exceeds(sum(rejected.values()), counts.total["records"], cfg.ingest.max_reject_rate):
+        return
+    worst = next(iter(rejected))
+    example = next(examples[worst] for examples in counts.examples if worst in examples)
+    raise ValueError(
+        f"{sum(rejected.values())} of {counts.total['records']} records rejected ({rate:.1%} > "
+        f"ingest.max_reject_rate {cfg.ingest.max_reject_rate:.1%}), nothing was published; mostly "
+        f"{counts.meaning(worst)}, first at byte {example.rpartition(':')[2]} of "
+        f"{example.rpartition(':')[0]}: {reason_of(worst).fix}. All are in {cfg.path('rejects')}"
+    )
+
+
+def check_use(samples: int, counts: RecordCounts) -> None:
+    """Logs without anything to learn from are an error, or a note where older traffic is there."""
+    if counts.total["accepted"]:
+        return
+    worst, count = Counter(counts.of_class(UNUSED) | counts.of_class(REJECT)).most_common(1)[0]
+    message = (
+        f"none of the {counts.total['records']} records can be used; {count} because of "
+        f"{counts.meaning(worst)}. What to do: {reason_of(worst).fix}"
+    )
+    if not samples:
+        raise ValueError(message)
+    console.print(f"note: {message}")
+
+
+def print_reasons(title: str, counts: RecordCounts, kind: str) -> None:
+    """A row for each reason of one class, with an example; nothing where there is none."""
+    found = counts.of_class(kind)
+    if not found:
+        return
+    first = {reason: at for examples in counts.examples for reason, at in examples.items()}
+    rows = [
+        (reason, n, counts.meaning(reason).partition(": ")[2], first[reason])
+        for reason, n in found.items()
+    ]
+    print_table(title, ["reason", "records", "meaning", "for instance (byte)"], rows)

@@ -1,0 +1,86 @@
+"""The drafter that is to be champion: its folder, its evaluation, and what its version says."""
+
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash.checkpoint import compat_fields, compat_key, drafter_sha256, read_config
+from dflash.identity import target_id
+from jobs.base.config import Config
+from jobs.evaluation.drafters import find_drafter
+from jobs.registry.versions import (
+    COMPAT,
+    FIELDS,
+    MAX_TAG,
+    SHA256,
+)
+from store.files import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A drafter folder with the evaluation of exactly what is in it."""
+
+    folder: Path
+    sha256: str
+    compat: dict[str, Any]
+    key: str
+    evaluation: dict[str, Any]
+
+
+def read_candidate(cfg: Config) -> Candidate:
+    """The drafter to judge, its compat fields with today's target, and its evaluation."""
+    folder = find_drafter(cfg, cfg.promote.drafter)
+    shape, identity = read_config(folder), target_id(cfg.target_path)
+    sha256 = drafter_sha256(folder)
+    path = cfg.path("evaluations", f"{folder.name}.json")
+    if not path.is_file():
+        raise ValueError(f"{folder} was not evaluated: run `flywheel evaluate {folder}`")
+    again = f"run `flywheel evaluate {folder}`"
+    evaluation = read_json(path, ["drafter_sha256", "target_id", "tau", "leaking"], again)
+    if evaluation["drafter_sha256"] != sha256:
+        raise ValueError(
+            f"{folder} has changed since {path} was written ({sha256[:12]}, evaluated "
+            f"{evaluation['drafter_sha256'][:12]}): {again}"
+        )
+    fields = json.loads(json.dumps(compat_fields(shape, identity)))
+    return Candidate(folder, sha256, fields, compat_key(shape, identity), evaluation)
+
+
+def evidence(candidate: Candidate) -> dict[str, Any]:
+    """What a record of a decision keeps of the evaluation."""
+    kept = ("drafter", "drafter_sha256", "target_id", "compat_key", "samples", "rounds", "k", "tau")
+    return {name: candidate.evaluation[name] for name in (*kept, "baseline", "leaking")}
+
+
+def tags(candidate: Candidate) -> dict[str, str]:
+    """What a version must say about itself (all tags are text)."""
+    evaluation, tau = candidate.evaluation, candidate.evaluation["tau"]
+    return {
+        SHA256: candidate.sha256,
+        COMPAT: candidate.key,
+        FIELDS: json.dumps(candidate.compat),
+        "target.id": candidate.compat["target_id"],
+        "drafter.name": candidate.folder.name,
+        "code.version": importlib.metadata.version("dflash-flywheel"),
+        "eval.tau": f"{tau['pooled']:.6f}",
+        "eval.tau.ci": json.dumps(tau["ci"]),
+        "eval.tau.domains": _domains(tau["domains"]),
+        "eval.samples": str(evaluation["samples"]),
+        "eval.k": str(evaluation["k"]),
+        "eval.baseline": (evaluation["baseline"] or {}).get("drafter_sha256", ""),
+    }
+
+
+def _domains(taus: dict[str, float]) -> str:
+    """Tau of every domain as JSON, or, of more than a tag holds, their number and range; the
+    record of the decision has them all.
+    """
+    text = json.dumps(taus)
+    if len(text) > MAX_TAG:
+        text = json.dumps(
+            {"domains": len(taus), "lowest": min(taus.values()), "highest": max(taus.values())}
+        )
+    return text

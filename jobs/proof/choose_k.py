@@ -1,0 +1,110 @@
+"""How many tokens to draft at each batch size: measured time of a round, replayed acceptance.
+
+Speed-up(K, b) = tau(K) * step(b) / round(K, b): while b requests decode, the time of one plain
+decoding step over that of one round with K drafts. A round computes b * (K + 1) rows of the target
+and of the drafter, so its time is taken as a line in that number, through all measured K and batch
+sizes: one slow pass then moves all K together, and hardly changes which of them is best. No K
+outside the measured ones is considered: the drafter's own pass costs the same for any K, so a line
+drawn on promises one draft for nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from serving.client import Completion, Request, complete
+
+CHOICE = "line by rows"
+"""The rule of this module, a part of what identifies a result: another rule measures again."""
+BATCHES = (1, 8)
+"""Batch sizes at which a round is timed."""
+WAVES = 2
+"""Requests sent per batch size, in batches. In a single one a large K looks cheap: answers it
+finishes early leave a smaller batch behind, which traffic would fill."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Seconds of one round with k drafts while `batch` requests decode; k = 0: of a plain step."""
+
+    k: int
+    batch: int
+    seconds: float
+
+
+def measure_costs(
+    urls: Mapping[int, Callable[[], str]],
+    requests: Sequence[Request],
+    interleaved: bool = True,
+    max_tokens: int = 64,
+) -> list[Cost]:
+    """The servers in `urls` (K -> how to reach it; 0: without drafts), at each batch size.
+
+    From short answers to the same requests. A request's own prefill does not count (vLLM reports
+    the time from the first output token to the last), that of others meanwhile does, the same for
+    every K and for none. Not `interleaved`, each server is measured at all batch sizes before the
+    next is asked for. Raises ValueError if no answer has a second token.
+    """
+    short = [replace(r, max_tokens=min(r.max_tokens, max_tokens)) for r in requests]
+    order = [(k, batch) for batch in BATCHES for k in urls]
+    if not interleaved:
+        order.sort(key=lambda pair: list(urls).index(pair[0]))
+    found, warm = [], set()
+    for k, batch in order:
+        url = urls[k]()
+        if k not in warm:
+            complete(url, short[:1], 1)
+            warm.add(k)
+        answers = complete(url, short[: WAVES * batch], batch)
+        rounds = sum(_num_rounds(answer) for answer in answers)
+        decoding = sum(answer.decode_seconds or 0.0 for answer in answers)
+        if not rounds or not decoding:
+            raise ValueError(
+                "no round to time: the held-out answers have one token each, or vLLM does not "
+                "report generation_time_ms; set serve.k, or hold out longer conversations"
+            )
+        found.append(Cost(k=k, batch=batch, seconds=decoding / rounds))
+    return found
+
+
+def _num_rounds(answer: Completion) -> int:
+    return answer.spec["num_spec_steps"] if answer.spec else len(answer.output_ids) - 1
+
+
+def choose(taus: dict[int, float], costs: Sequence[Cost]) -> tuple[int, ...]:
+    """The K with the largest predicted speed-up at batch size 1, 2, ...; the last for all larger.
+
+    taus: replayed tau of every K. Shape of the result as in serving.vllm_server.Server.k.
+    """
+    best = []
+    for batch in range(1, max(BATCHES) + 1):
+        ratios = predicted(taus, costs, batch)
+        best.append(max(ratios, key=lambda k: ratios[k]))
+    while len(best) > 1 and best[-1] == best[-2]:
+        best.pop()
+    return tuple(best)
+
+
+def predicted(taus: dict[int, float], costs: Sequence[Cost], batch: int) -> dict[int, float]:
+    """Predicted speed-up of every K from the smallest to the largest measured one.
+
+    taus {3: 2.0}, 50 ms for a step and 80 ms for a round at K 3 -> {3: 1.25}.
+    """
+    measured = [cost.k for cost in costs if cost.k]
+    step = _line([cost for cost in costs if not cost.k])(batch)
+    time = _line([cost for cost in costs if cost.k])
+    return {
+        # A round verifies at least what a plain step computes.
+        k: float(tau * step / max(step, time(batch * (k + 1))))
+        for k, tau in taus.items()
+        if min(measured) <= k <= max(measured)
+    }
+
+
+def _line(costs: Sequence[Cost]) -> np.poly1d:
+    """Seconds by number of rows: the least squares of relative errors."""
+    rows = [cost.batch * (cost.k + 1) for cost in costs]
+    seconds = [cost.seconds for cost in costs]
+    degree = min(1, len(set(rows)) - 1)
+    return np.poly1d(np.polyfit(rows, seconds, degree, w=1 / np.array(seconds)))

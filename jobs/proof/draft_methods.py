@@ -1,0 +1,91 @@
+"""Ways to draft: what each one needs, and what it lacks here."""
+
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash.checkpoint import read_config
+from jobs.base.config import Config
+from jobs.base.target_facts import target_config
+from jobs.dataset.slices import Row
+from jobs.evaluation.drafters import find_drafter
+from jobs.fleet.replica import verified_k
+from jobs.registry.versions import resolve
+
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Where configs say how many layers predict further tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """One way to draft: at most `k` tokens in a round, by batch size as `serve.k` has it.
+
+    Without `model`, MTP drafts with heads of the target, and the others look up what was said.
+    """
+
+    name: str
+    k: list[int] = field(default_factory=list)
+    options: dict[str, int] = field(default_factory=dict)  # of vLLM's speculative config
+    model: Path | None = None
+    missing: str = ""  # why it cannot be tried
+
+    @property
+    def settings(self) -> Row:
+        """What a reader needs to know of it."""
+        model = {"model": self.model.name} if self.model else {}
+        return {"k": self.k, **self.options, **model} if self.k else {}
+
+    @property
+    def files(self) -> list[list[Any]]:
+        """The files of its model, which a result depends on."""
+        found = sorted(self.model.iterdir()) if self.model else []
+        return [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in found]
+
+
+def describe(cfg: Config, name: str) -> Method:
+    """The method `name` of the `methods` section, with what it lacks."""
+    if name == "dflash":
+        return dflash(cfg)
+    ours = cfg.methods
+    options, model, missing = {}, model_folder(cfg, name), ""
+    if name == "ngram":
+        options = {"prompt_lookup_min": ours.ngram_min, "prompt_lookup_max": ours.ngram_max}
+    elif name == "suffix":
+        # Speed passes repeat their prompts: with a cache they would find their own answers.
+        options = {"suffix_decoding_max_cached_requests": 0}
+        if importlib.util.find_spec("arctic_inference") is None:
+            missing = "the package arctic-inference is not installed"
+    elif model is None and name != "mtp":
+        missing = f"no model: methods.{name} names no folder"
+    elif model is None and not has_mtp_heads(target_config(cfg)):
+        missing = "the target has no MTP heads, and methods.mtp names no folder"
+    return Method(name=name, k=ours.k, options=options, model=model, missing=missing)
+
+
+def dflash(cfg: Config) -> Method:
+    """methods.dflash, else the champion, else the newest drafter, with the K that it is served."""
+    folder = model_folder(cfg, "dflash")
+    if folder is None:
+        champion = resolve(cfg, "champion")
+        folder = champion[1] if champion else None
+    if folder is None:
+        if not any(cfg.path("drafters").glob("[!.]*/config.json")):
+            return Method(name="dflash", missing=f"no drafter in {cfg.path('drafters')}")
+        folder = find_drafter(cfg, "")
+    k = cfg.serve.k or verified_k(cfg, folder) or [read_config(folder).num_drafts]
+    return Method(name="dflash", k=k, model=folder)
+
+
+def model_folder(cfg: Config, name: str) -> Path | None:
+    """The folder that methods.NAME names, if any. Raises ValueError if it holds no model."""
+    folder = getattr(cfg.methods, name, "")
+    if folder and not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"methods.{name} = {folder}: not a model folder, it has no config.json")
+    return Path(folder) if folder else None
+
+
+def has_mtp_heads(config: dict[str, Any]) -> bool:
+    """Whether a target's config names layers for multi-token prediction."""
+    parts = [config, config.get("text_config") or {}]
+    return any(part.get(name) for part in parts for name in MTP_LAYERS)

@@ -1,0 +1,298 @@
+"""Served against replayed, round by round: the one comparison of `verify` and `preflight`.
+
+The text that *was* served is read once by our target, replayed with the drafter on these fresh
+features, and put beside what vLLM counted for it. No text has to be the recorded one, so this holds
+in every dtype, for sampled answers and for production rows. Where the two walks part, every further
+round is drafted again behind the engine's own anchors, so nothing hides behind a first difference.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash.acceptance import num_rounds, positions, tau
+from dflash.agreement import tie_bound
+from dflash.diagnose import Answer, draft_logits, largest_logit, read_answer
+from dflash.model import Drafter
+from dflash.replay import Request, replay
+from dflash.target_model import Target
+from jobs.base.console import some_names
+from serving.client import Completion
+from serving.vllm_counts import rounds
+
+POOLED, POSITION = 0.01, 0.01
+"""Served against replayed: pooled tau (relative), acceptance at each position (absolute)."""
+FEW = 3.0
+"""So many rounds may always be off: of 100 rounds one is a whole point."""
+IDENTICAL = 0.95
+"""Share of requests with identical rounds, unless every difference is a near tie."""
+MAX_WRONG, FAR = 0.01, 3.0
+"""Share of tokens, drafts or rounds (one at least) that may lose by more than a near tie, by less
+than FAR of them: the tail of the rounding errors. docs/decisions/031-served-text-is-replayed.md"""
+CHUNK, ROUNDS = 16, 32
+"""Answers held with their features, and rounds held with their logits, at a time."""
+
+Walk = list[int]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A round that accepted `served` drafts in the engine and `replayed` under our forward.
+
+    gap: by how many of our logits the recorded token wins or loses the slot that decides; below
+    `bound` two correct computations of this dtype can turn it around.
+    """
+
+    request: str
+    round: int
+    anchor: int
+    served: int
+    replayed: int
+    gap: float
+    bound: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Both walks of every request that has a round, and where they part."""
+
+    k: int
+    names: list[str] = field(default_factory=list)
+    served: list[Walk] = field(default_factory=list)
+    replayed: list[Walk] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # tokens of each of these answers
+    differences: list[Difference] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # the engine drafted less than k: no room
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that vLLM counted."""
+        return num_rounds(self.served)
+
+    @property
+    def identical(self) -> int:
+        """Requests with the same rounds on both sides."""
+        return sum(a == b for a, b in zip(self.served, self.replayed, strict=True))
+
+    @property
+    def beyond(self) -> list[Difference]:
+        """Differences that are no near ties."""
+        return [d for d in self.differences if d.gap >= d.bound]
+
+    @property
+    def wrong(self) -> bool:
+        """Whether what differs beyond near ties is more than the tail of the rounding errors."""
+        far = any(d.gap >= FAR * d.bound for d in self.beyond)
+        return far or len(self.beyond) > max(1, MAX_WRONG * self.rounds)
+
+    @property
+    def near_ties(self) -> list[Difference]:
+        """Differences that two correct computations can have."""
+        return [d for d in self.differences if d.gap < d.bound]
+
+    def limits(self) -> tuple[float, float]:
+        """How far pooled tau (relative) and a position (absolute) may be off.
+
+        The promised 1 % and 1 point, or what the near ties alone move by chance where the rounds
+        are few: three standard deviations of a sum of random signs.
+        """
+        moved = sum((d.served - d.replayed) ** 2 for d in self.near_ties)
+        tokens = self.rounds * tau(self.served)
+        ties = max(FEW, 3 * len(self.near_ties) ** 0.5)
+        return max(POOLED, max(FEW, 3 * moved**0.5) / tokens), max(POSITION, ties / self.rounds)
+
+    def faults(self) -> list[str]:
+        """The limits that are exceeded, in words; none: replay says what is served."""
+        found, (pooled, position) = [], self.limits()
+        ours, theirs = tau(self.replayed), tau(self.served)
+        if abs(theirs / ours - 1) > pooled:
+            found.append(
+                f"served tau {theirs:.3f} is {theirs / ours - 1:+.1%} off the replayed "
+                f"{ours:.3f} (limit {pooled:.1%})"
+            )
+        off = [b - a for a, b in zip(*self._positions(), strict=True)]
+        worst = max(range(self.k), key=lambda i: abs(off[i]))
+        if abs(off[worst]) > position:
+            found.append(
+                f"draft {worst + 1} is accepted {100 * off[worst]:+.1f} points more often than "
+                f"replayed (limit {100 * position:.1f})"
+            )
+        if self.wrong and self.identical < IDENTICAL * len(self.names):
+            found.append(
+                f"only {self.identical} of {len(self.names)} requests have the replayed rounds "
+                f"(limit {IDENTICAL:.0%}), and {len(self.beyond)} differing rounds are no near "
+                f"ties (largest gap {max(d.gap for d in self.beyond):.3g})"
+            )
+        return found
+
+    @property
+    def whole(self) -> int:
+        """Rounds with room for all drafts: behind the others' cut both sides always agree."""
+        found = 0
+        for length, walk in zip(self.lengths, self.served, strict=True):
+            left = length - 1
+            for accepted in walk:
+                found += left > self.k
+                left -= accepted + 1
+        return found
+
+    @property
+    def unchecked(self) -> str:
+        """Why the comparison says nothing; empty where it says something."""
+        if self.whole:
+            return ""
+        if self.names:
+            return "no served answer holds a whole block, so every round is cut at its end"
+        if self.left_out:
+            return f"the engine drafted less than {self.k} tokens for {self._some_left_out()}"
+        return "no served answer has a second token, so there is no round to compare"
+
+    def words(self) -> str:
+        """How much agrees, in a line."""
+        text = (
+            f"{self.identical} of {len(self.names)} requests in identical rounds, "
+            f"{len(self.near_ties)} rounds differ at near ties, {len(self.beyond)} otherwise"
+        )
+        if self.left_out:
+            text += f"; drafted less than {self.k} tokens and left out: {self._some_left_out()}"
+        return text
+
+    def _some_left_out(self) -> str:
+        return f"{len(self.left_out)} answers ({some_names(self.left_out)})"
+
+    def _positions(self) -> tuple[list[float], list[float]]:
+        return positions(self.replayed, self.k), positions(self.served, self.k)
+
+    def summary(self) -> Row:
+        """What is kept of it; {} of no round."""
+        if not self.rounds:
+            return {}
+        pooled, position = self.limits()
+        return {
+            "requests": len(self.names),
+            "identical_rounds": self.identical,
+            "rounds": self.rounds,
+            "differing_rounds": len(self.differences),
+            "near_ties": len(self.near_ties),
+            "tau_replay": tau(self.replayed),
+            "tau_served": tau(self.served),
+            "limits": {"pooled": pooled, "position": position, "identical": IDENTICAL},
+            "faults": self.faults(),
+            "unchecked": self.unchecked,
+            "left_out": self.left_out,
+            "differences": [asdict(d) for d in sorted(self.differences, key=lambda d: -d.gap)],
+        }
+
+
+def compare(
+    target: Target,
+    drafter: Drafter,
+    answers: Sequence[tuple[str, Completion]],
+    k: int,
+    read: Callable[[Completion], Answer] | None = None,
+) -> Comparison:
+    """Replay the answers that a server gave at one K, named, against what it counted.
+
+    `read` gives an answer with the target's features; default: one pass each. Answers of one token
+    have no round; where the server drafted less than k, replay would draft otherwise: left out.
+    """
+    found = Comparison(k=k)
+
+    def fresh(one: Completion) -> Answer:
+        return read_answer(target, drafter.cfg, one.prompt_ids, one.output_ids, shifts=(0,))
+
+    models = (drafter, target.embedding, target.head)
+    for start in range(0, len(answers), CHUNK):
+        chunk = [(name, (read or fresh)(one), rounds(one)) for name, one in answers[start:][:CHUNK]]
+        found.left_out.extend(
+            name for name, _, (_, drafted) in chunk if any(n < k for n in drafted)
+        )
+        kept = [one for one in chunk if one[2][0] and one[0] not in found.left_out]
+        requests = [answer.request(drafter.cfg.target_layer_ids) for _, answer, _ in kept]
+        walks = replay(*models, requests, k)
+        for (name, _, (served, _)), request, walk in zip(kept, requests, walks, strict=True):
+            found.names.append(name)
+            found.served.append(served)
+            found.replayed.append(walk)
+            found.lengths.append(request.num_output)
+            if served != walk:
+                found.differences.extend(differing(models, name, request, served, walk, k))
+    return found
+
+
+def unexplained(reference: Row) -> list[str]:
+    """Requests that replay walks otherwise than the reference decoder, not at near ties alone."""
+    return [one["sample_id"] for one in reference["differing"] if not one.get("near_tie")]
+
+
+@torch.inference_mode()
+def differing(
+    models: tuple[Drafter, Tensor, Tensor],
+    name: str,
+    request: Request,
+    served: Walk,
+    replayed: Walk,
+    k: int,
+) -> list[Difference]:
+    """The rounds in which our drafts behind the engine's own anchors are accepted otherwise.
+
+    A walk that differs although none of them does met a tie of our own: its first differing round.
+    """
+    margins, sizes, ours = [], [], []
+    anchors = torch.tensor(list(accumulate((a + 1 for a in served), initial=request.num_prompt)))
+    anchors = anchors[:-1]
+    for some in anchors.split(ROUNDS):
+        logits = draft_logits(*models, request, some, k).float()
+        margin, matched = _margins(request.ids, some, logits)
+        margins.append(margin)
+        sizes.append(largest_logit(logits))
+        ours += torch.minimum(matched, len(request.ids) - 2 - some).tolist()
+    margin, size, dtype = torch.cat(margins), torch.cat(sizes), models[1].dtype
+    found = [i for i, (a, b) in enumerate(zip(served, ours, strict=True)) if a != b]
+    if not found:
+        first = next(i for i, (a, b) in enumerate(zip(served, replayed, strict=False)) if a != b)
+        found, ours[first] = [first], replayed[first]
+    slots = [(i, min(served[i], ours[i])) for i in found]
+    return [
+        Difference(
+            request=name,
+            round=i,
+            anchor=int(anchors[i]),
+            served=served[i],
+            replayed=ours[i],
+            gap=abs(float(margin[i, slot])),
+            bound=tie_bound(dtype, float(size[i, slot])),
+        )
+        for i, slot in slots
+    ]
+
+
+def _margins(ids: Tensor, anchors: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """By how much the recorded token of each slot [N, K] beats all others in our logits (negative:
+    it loses), and how many drafts in a row are the recorded tokens [N].
+    """
+    where = anchors[:, None] + torch.arange(1, logits.shape[1] + 1)
+    truth = ids[where.clamp(max=len(ids) - 1)]
+    best = logits.topk(2)
+    other = torch.where(best.indices[..., 0] == truth, best.values[..., 1], best.values[..., 0])
+    margin = logits.gather(-1, truth[..., None])[..., 0] - other
+    matched = (best.indices[..., 0] == truth).long().cumprod(1).sum(1)
+    return margin, matched
+
+
+def table(rows: Sequence[Row], accepted: Sequence[Walk], k: int) -> Row:
+    """Tau pooled, per domain, per position, of requests that have a round."""
+    names = sorted({row["domain"] for row, walk in zip(rows, accepted, strict=True) if walk})
+    return {
+        "pooled": tau(accepted),
+        "domains": {
+            n: tau([a for row, a in zip(rows, accepted, strict=True) if row["domain"] == n])
+            for n in names
+        },
+        "positions": positions(accepted, k),
+    }

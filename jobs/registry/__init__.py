@@ -1,0 +1,4 @@
+"""Drafter versions in MLflow: registered, found by alias or number, checked whenever they are
+opened. The rooms above it (`fleet`, `evaluation`, `promotion`) import it; it imports `tracking` and
+`base`.
+"""

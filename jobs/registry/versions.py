@@ -1,0 +1,313 @@
+"""Drafter versions in MLflow: registered once per identity, named by aliases, checked when opened.
+
+A version is the artifacts of a run: they are uploaded, read back and compared before it exists, and
+every reader compares them again. MLflow's aliases have no compare-and-set and no history, so
+whoever moves one holds `lease` and writes a record (store/promotions.py). Readers get an explicit
+version and its folder from `resolve`.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import mlflow.artifacts
+from mlflow.entities.model_registry import ModelVersion
+
+from dflash.checkpoint import (
+    WEIGHTS,
+    compat_fields,
+    drafter_sha256,
+    engine_files,
+    file_sha256,
+    read_config,
+)
+from jobs.base.config import Config
+from jobs.tracking.mlflow_client import (
+    MlflowFault,
+    cut,
+    equals,
+    open_client,
+    plain,
+    sqlite_file,
+    told,
+)
+from jobs.tracking.mlflow_runs import run_named
+
+CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous", "challenger"
+BAD = "flywheel.bad"
+SHA256, COMPAT, FIELDS = "drafter.sha256", "vllm.compat", "vllm.compat.fields"
+OLD_SHA256 = "weights.sha256"
+"""What versions carry that were registered before the identity covered every file: the hash of
+model.safetensors alone."""
+
+
+MAX_TAG = 5000
+"""Characters of a tag of a version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One registered drafter. `compat` are the fields behind its compat key; `bad` says why it
+    must not be champion again, or is empty. `old`: `sha256` is that of the weights file alone.
+    """
+
+    number: str
+    source: str
+    sha256: str
+    compat: dict[str, Any]
+    bad: str
+    old: bool = False
+
+    @classmethod
+    def of(cls, found: ModelVersion) -> "Version":
+        """From MLflow's entity. Raises ValueError for a version that was not registered here."""
+        tags = found.tags
+        try:
+            compat = json.loads(tags[FIELDS])
+            sha256 = tags.get(SHA256) or tags[OLD_SHA256]
+            assert isinstance(compat, dict)
+        except (KeyError, ValueError, AssertionError) as error:
+            raise ValueError(
+                f"version {found.version} of {found.name} lacks the tags {SHA256} and {FIELDS}: "
+                "it was not registered by `flywheel promote`; delete it or move its alias"
+            ) from error
+        return cls(
+            number=str(found.version),
+            source=str(found.source),
+            sha256=sha256,
+            compat=compat,
+            bad=tags.get(BAD, ""),
+            old=SHA256 not in tags,
+        )
+
+
+class Registry:
+    """The registered model `mlflow.model`."""
+
+    def __init__(self, cfg: Config):
+        self.cfg, self.model = cfg, cfg.mlflow.model
+        cfg.path().mkdir(parents=True, exist_ok=True)
+        self.client = open_client(cfg)
+
+    def current(self, alias: str) -> Version | None:
+        """The version an alias names; None if there is no such alias (or no model yet)."""
+        try:
+            # Asked for an absent alias, MLflow answers as it does for a name it refuses.
+            number = self.client.get_registered_model(self.model).aliases.get(alias)
+        except MlflowFault as error:
+            if error.code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+        return None if number is None else self.get(str(number))
+
+    def get(self, number: str) -> Version | None:
+        """A version by its number; None if it was deleted or never was."""
+        try:
+            found = Version.of(self.client.get_model_version(self.model, number))
+        except MlflowFault as error:
+            if error.code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+        if found.old:  # what its folder is today, if that is what was registered
+            with contextlib.suppress(ValueError):
+                return replace(found, sha256=drafter_sha256(self.open(found)), old=False)
+        return found
+
+    def register(self, folder: Path, tags: dict[str, str]) -> Version:
+        """The version of this drafter: the one that has its identity already, or a new one. Needs
+        the lease. `tags` (with SHA256 and FIELDS) are set anew on a known version: the latest
+        evaluation counts; its artifacts are looked at, and written again if they are not whole.
+        """
+        tags = {name: cut(value, MAX_TAG) for name, value in tags.items()}
+        number = self._known(folder, tags[SHA256])
+        known = None if number is None else self.get(number)
+        if known is None:
+            run_id, source = self._upload(folder, tags[SHA256])
+            self._create_model()
+            made = self.client.create_model_version(
+                self.model, source, run_id=run_id, tags=tags, await_creation_for=0
+            )
+            number = str(made.version)
+        else:
+            number = known.number
+            self._mend(known, folder, tags[SHA256])
+            for name, value in tags.items():
+                self.client.set_model_version_tag(self.model, number, name, value)
+        found = self.get(number)
+        assert found is not None
+        return found
+
+    def set_alias(self, alias: str, version: Version) -> None:
+        """Point an alias at a version. Needs the lease."""
+        self.client.set_registered_model_alias(self.model, alias, version.number)
+
+    def drop_alias(self, alias: str, version: Version) -> None:
+        """Remove an alias if it names this version. Needs the lease."""
+        found = self.current(alias)
+        if found is not None and found.number == version.number:
+            self.client.delete_registered_model_alias(self.model, alias)
+
+    def mark_bad(self, version: Version, reason: str) -> None:
+        """Tag a version so that no gate accepts it again."""
+        self.client.set_model_version_tag(self.model, version.number, BAD, cut(reason, MAX_TAG))
+
+    def open(self, version: Version) -> Path:
+        """The local folder of a version, downloaded if it is remote. Raises ValueError naming the
+        place when it is gone or holds another drafter than was registered.
+        """
+        hint = (
+            f"version {version.number} of {self.model} cannot be used: restore the folder, "
+            "or `flywheel rollback`"
+        )
+        folder = _local(version.source)
+        if folder is None:
+            cache = self.cfg.path("downloads", version.sha256[:16])
+            cached = next(cache.glob("[!.]*"), None)
+            if cached is not None and _same(cached, version):
+                return cached
+            try:
+                folder = self._download(version.source, cache)
+            except (MlflowFault, OSError) as error:
+                raise ValueError(f"{version.source}: {error}; {hint}") from error
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is gone; {hint}")
+        if not _same(folder, version):
+            raise ValueError(
+                f"{folder} holds another drafter than was registered ({version.sha256[:12]}); "
+                f"{hint}"
+            )
+        return folder
+
+    def _known(self, folder: Path, sha256: str) -> str | None:
+        """The first version of this drafter. One that only knows its weights counts if its folder
+        is this drafter: what is marked bad stays so.
+        """
+        found = self._search(SHA256, sha256) or [
+            number
+            for number in self._search(OLD_SHA256, file_sha256(folder / WEIGHTS))
+            if (version := self.get(number)) is not None and version.sha256 == sha256
+        ]
+        return min(found, key=int) if found else None
+
+    def _search(self, tag: str, value: str) -> list[str]:
+        query = f"{equals('name', self.model)} and {equals(f'tags.`{tag}`', value)}"
+        found = self.client.search_model_versions(query)
+        return [str(v.version) for v in found if v.name == self.model and v.tags[tag] == value]
+
+    def _mend(self, version: Version, folder: Path, sha256: str) -> None:
+        """Write the artifacts of a version again where they are not this drafter any more."""
+        if self._stored(version.source, sha256) == sha256:
+            return
+        source = self._upload(folder, sha256)[1]
+        if source != version.source:
+            raise ValueError(
+                f"version {version.number} of {self.model} is this drafter, but {version.source} "
+                f"is gone or damaged, and {folder} is kept elsewhere ({source}): restore it, or "
+                f"name the folder {Path(version.source).name}, as it was, and run the command again"
+            )
+
+    def _upload(self, folder: Path, sha256: str) -> tuple[str, str]:
+        """(run id, source) of the artifacts that are this drafter, as they were read back; what an
+        interrupted upload left is written again.
+        """
+        run_id = run_named(self.client, self.cfg, folder.name)
+        where = f"drafters/{sha256[:16]}/{plain(folder.name)}"
+        root = str(self.client.get_run(run_id).info.artifact_uri)
+        source = f"{root.rstrip('/')}/{where}"
+        files = engine_files(folder)
+        there = {Path(f.path).name: f.file_size for f in self.client.list_artifacts(run_id, where)}
+        if there != {file.name: file.stat().st_size for file in files} or (
+            self._stored(source, sha256) != sha256
+        ):
+            for file in files:
+                self.client.log_artifact(run_id, str(file), where)
+            found = self._stored(source, sha256)
+            if found != sha256:
+                raise ValueError(
+                    f"{source} holds {found[:12] or 'no drafter'} after the upload of {folder} "
+                    f"({sha256[:12]}): nothing was registered; see to the artifact store of "
+                    f"{self.cfg.mlflow_uri}, then run the same command again"
+                )
+        return run_id, source
+
+    def _stored(self, source: str, sha256: str) -> str:
+        """The identity of what lies at `source`, read from there; empty if that is no drafter."""
+        folder = _local(source) or self._download(source, self.cfg.path("downloads", sha256[:16]))
+        try:
+            return drafter_sha256(folder)
+        except (ValueError, OSError):
+            return ""
+
+    def _download(self, source: str, cache: Path) -> Path:
+        """`source` fetched anew into `cache`, where one process at a time writes."""
+        cache.mkdir(parents=True, exist_ok=True)
+        with open(cache / ".lock", "a") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            partial = cache / ".partial"  # a killed download leaves it
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            with told(self.cfg.mlflow_uri):
+                found = Path(
+                    mlflow.artifacts.download_artifacts(
+                        source, dst_path=str(partial), tracking_uri=self.cfg.mlflow_uri
+                    )
+                )
+            folder = cache / found.name
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(found, folder)
+            shutil.rmtree(partial, ignore_errors=True)
+        return folder
+
+    def _create_model(self) -> None:
+        try:
+            self.client.create_registered_model(self.model)
+        except MlflowFault as error:
+            if error.code != "RESOURCE_ALREADY_EXISTS":
+                raise
+
+
+def _local(source: str) -> Path | None:
+    """The path of a source that is one."""
+    parts = urlparse(source)
+    if parts.scheme not in ("", "file"):
+        return None
+    return Path(unquote(parts.path) if parts.scheme else source)
+
+
+def _same(folder: Path, version: Version) -> bool:
+    """Whether a folder holds the drafter that was registered."""
+    try:
+        if not version.old:
+            return drafter_sha256(folder) == version.sha256
+        # Registered before the identity covered config.json: its fields stand in the tags.
+        fields = compat_fields(read_config(folder), version.compat.get("target_id", ""))
+        known = json.loads(json.dumps(fields))
+        return file_sha256(folder / WEIGHTS) == version.sha256 and all(
+            known.get(name) == value for name, value in version.compat.items()
+        )
+    except (ValueError, OSError):
+        return False
+
+
+def resolve(cfg: Config, name: str) -> tuple[str, Path] | None:
+    """(version number, local folder) of an alias or a version number, its drafter verified.
+
+    None when the alias names nothing ("no champion yet"): a server then keeps what it runs. Raises
+    ValueError for a number that does not exist and for a folder that is gone or was changed.
+    """
+    file = sqlite_file(cfg)
+    if file is not None and not file.exists():
+        return None  # a registry that was never written; asking would create it
+    registry = Registry(cfg)
+    version = registry.get(name) if name.isdigit() else registry.current(name)
+    if version is None:
+        if name.isdigit():
+            raise ValueError(f"{cfg.mlflow.model} has no version {name}")
+        return None
+    return version.number, registry.open(version)

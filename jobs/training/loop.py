@@ -1,0 +1,370 @@
+"""The training loop of one Ray Train worker (rank).
+
+Everything random follows from (seed, step), so a state needs no random numbers and a run continues
+at another number of workers. What a rank computes are sums; they are divided once, by the weight
+of the whole step, after ranks and micro-batches are added up.
+"""
+
+import resource
+import shutil
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import ray.train.torch
+import torch
+from torch import Tensor, distributed
+
+from dflash.checkpoint import load_drafter, save_drafter
+from dflash.drafter_config import DrafterConfig
+from dflash.lora import add_lora, merged
+from dflash.loss import Batch, Candidates
+from dflash.model import Drafter, drafter_of, new_drafter
+from dflash.objective import choose_labels, choose_weights, default_gamma, named_tokens
+from dflash.optim import build_optimizers, lr_scale, update_average
+from dflash.parallel import (
+    clip_gradients,
+    load_whole_state,
+    shard,
+    sum_gradients,
+    whole_state,
+    whole_weights,
+)
+from dflash.target_model import load_borrowed, resolve_dtype, resolve_training_dtype
+from dflash.training_step import (
+    NonFiniteLoss,
+    check_finite,
+    generator,
+    random_drafts,
+    rank_picks,
+    step_batch,
+    step_indices,
+    step_loss,
+    to_device,
+)
+from dflash.vocabulary import frequent_tokens, set_vocabulary
+from jobs.base.config import Config
+from jobs.base.drafter_shape import export_dtype
+from jobs.base.target_facts import target_config
+from jobs.tracking.mlflow_runs import Tracker
+from jobs.training.feed import (
+    GIB,
+    LazySamples,
+    feature_cache,
+    prefetched,
+    training_set,
+    val_requests,
+)
+from jobs.training.progress import advance
+from jobs.training.runs import Pin, read_pin
+from jobs.training.states import (
+    commit_state,
+    has_ended,
+    newest_state,
+    read_state,
+    states_folder,
+    write_result,
+)
+from jobs.training.validation import Choice, as_exported, replay_val
+
+
+def worker(config: dict[str, Any]) -> None:
+    """One rank, as Ray Train calls it; a restarted group continues from the newest state."""
+    cfg, name, context = config["cfg"], config["name"], ray.train.get_context()
+    folder, rank = states_folder(cfg, name), context.get_world_rank()
+    if has_ended(cfg, name):  # a rank of the group before this one did
+        ray.train.report({})
+        return
+    try:
+        loop = Loop(cfg, name, config["shape"], Tracker.join(cfg, config["mlflow_run"]))
+        result: dict[str, Any] = _run(loop, cfg.path("drafters", name))
+    except NonFiniteLoss as error:  # the same on every rank, and again in every retry
+        result = {"error": str(error)}
+        if rank == 0:
+            write_result(folder, result)
+    except ValueError as error:  # data, features or a state, perhaps of this rank alone
+        result = {"stopped": str(error)}
+        write_result(folder, result)
+        if context.get_world_size() > 1:
+            raise  # the others wait for this rank: end them
+    # The report is a barrier: no rank leaves before the export and the result stand.
+    ray.train.report(result)
+
+
+def _run(loop: "Loop", drafter: Path) -> dict[str, Any]:
+    """Train from the newest state to the end; rank 0 leaves the result and the drafter."""
+    newest = newest_state(loop.folder)
+    if newest is not None:
+        loop.load(read_state(newest))
+    with loop.tracker.system_metrics() if loop.rank == 0 else nullcontext():
+        loop.train()
+    result = loop.metrics()
+    if loop.rank == 0:
+        write_result(loop.folder, result)  # before the export, which says that all is there
+        loop.export(drafter)
+    return result
+
+
+class Loop:
+    """A rank's training state and its steps."""
+
+    def __init__(self, cfg: Config, name: str, shape: DrafterConfig, tracker: Tracker):
+        self.cfg, self.train_cfg, self.tracker = cfg, cfg.train, tracker
+        self.folder, self.progress = states_folder(cfg, name), progress_file(cfg, name)
+        context = ray.train.get_context()
+        self.rank, self.world = context.get_world_rank(), context.get_world_size()
+        self.device = ray.train.torch.get_device()
+        self.replayed = resolve_dtype(cfg.target.dtype, self.device.type)
+        self.dtype = resolve_training_dtype(cfg.train.dtype, self.replayed, self.device.type)
+        embedding, head = load_borrowed(cfg.target_path, self.dtype)
+        self.embedding = embedding.to(self.device)
+        self.head = self.embedding if head is embedding else head.to(self.device)
+        self.sharded = cfg.train.shard == "fsdp"
+        self.drafter = self._start(shape)
+        self.averaged = self._start(shape) if cfg.train.ema else self.drafter
+        self.stored = export_dtype(cfg)
+        self._load_data(read_pin(cfg, name, shape))
+        self.params = [p for p in self.drafter.parameters() if p.requires_grad]
+        self.optimizers = build_optimizers(
+            self.drafter, cfg.train.optimizer, cfg.train.lr, self.dtype
+        )
+        self.step, self.seconds, self.slots = 0, 0.0, 0
+        self.choice, self.best_weights = Choice(), {}
+        self._keep(self._weights())
+        self.history: list[dict[str, float]] = []
+        self.counts = torch.zeros(2 * self.drafter.cfg.num_drafts, dtype=torch.float64)
+
+    def _start(self, shape: DrafterConfig) -> Drafter:
+        drafter = start_drafter(self.cfg, shape).to(self.device)
+        if self.sharded:
+            shard(drafter)
+        return drafter
+
+    def _load_data(self, pin: Pin) -> None:
+        cfg, shape = self.train_cfg, self.drafter.cfg
+        self.val = val_requests(self.cfg, pin)
+        self.data = training_set(self.cfg, pin, shape.num_drafts)
+        features = feature_cache(
+            self.cfg, pin, self.data.digests, cfg.cache_gib * GIB, cfg.max_length
+        )
+        self.samples = LazySamples(self.data.samples, features)
+        self.lengths = self.data.lengths
+        self.labels = choose_labels(cfg.loss, len(self.head))
+        self.weigh = choose_weights(cfg.weights, cfg.gamma or default_gamma(shape.block_size))
+        named = named_tokens(self.data.samples, self.labels)
+        self.candidates = Candidates(named, len(self.head), cfg.random_candidates)
+        self.candidates.position = self.candidates.position.to(self.device)
+        if shape.draft_vocab_size:
+            # A base keeps its tokens, with the rows of this target's head: it may be a newer one.
+            answers = (sample.ids[sample.loss_mask] for sample in self.data.samples)
+            ids = (
+                self.drafter.draft_head(self.head)[0]
+                if cfg.base
+                else frequent_tokens(answers, shape.draft_vocab_size, len(self.head))
+            )
+            for drafter in (self.drafter, self.averaged):
+                set_vocabulary(drafter, self.head, ids)
+
+    def train(self) -> None:
+        """Run the remaining steps; validate and save on the way.
+
+        Raises NonFiniteLoss.
+        """
+        cfg = self.train_cfg
+        if self.step == 0 and cfg.base:  # never export what is worse than the base
+            self._validate()
+        steps = () if self._out_of_patience() else range(self.step, cfg.steps)
+        started = time.perf_counter()
+        for batches in prefetched(self._batches, steps):
+            self._one_step(batches)
+            self.seconds += time.perf_counter() - started
+            if self.rank == 0:
+                advance(self.progress, self.step)
+            if self.step % cfg.val_every == 0 or self.step == cfg.steps:
+                self._validate()
+            last = self.step == cfg.steps or self._out_of_patience()
+            if self.step % cfg.checkpoint_every == 0 or last:
+                self._save()
+            if last:
+                break
+            started = time.perf_counter()
+
+    def _batches(self, step: int) -> list[Batch]:
+        """This rank's forwards of a step."""
+        cfg, picks = self.train_cfg, self._picks(step)
+        forwards = rank_picks(picks, self.lengths, self.rank, self.world, cfg.micro_batch)
+        num_drafts = self.drafter.cfg.num_drafts
+        if cfg.random_block:
+            num_drafts = random_drafts(num_drafts, cfg.seed, step)
+        packed = self.device.type == "cuda"  # where attention is flex attention
+        batches = (
+            step_batch(self.samples, mine, cfg.anchors, num_drafts, self.labels, cfg.seed, packed)
+            for mine in forwards
+        )
+        return [to_device(batch, self.device, self.dtype) for batch in batches]
+
+    def _picks(self, step: int) -> list[tuple[int, int]]:
+        cfg, data = self.train_cfg, self.data
+        others = len(data.samples) - data.num_main
+        return step_indices(step, data.num_main, cfg.batch_size, cfg.seed, others, data.share)
+
+    def _one_step(self, batches: list[Batch]) -> None:
+        cfg = self.train_cfg
+        parts = []
+        for batch in batches:
+            draw = generator("candidates", cfg.seed, self.step)
+            borrowed = (self.embedding, self.head)
+            out = step_loss(
+                self.drafter, batch, *borrowed, self.candidates, draw, self.weigh, cfg.tv
+            )
+            out.loss.backward()
+            parts.append(out.sums())
+        sums = torch.stack(parts).sum(0)
+        if self.world > 1:
+            distributed.all_reduce(sums)
+            if not self.sharded:
+                sum_gradients(self.params)
+        loss, weight = sums[:2].tolist()
+        picks = self._picks(self.step)
+        names = [self.data.samples[i].sample_id for _, i in picks]
+        check_finite("loss", loss, names, self.step)
+        norm = self._gradients(weight)
+        check_finite("gradient norm", norm, names, self.step)
+        self._update()
+        self.step += 1
+        if cfg.ema:
+            update_average(self.averaged, self.drafter, cfg.ema, self.step)
+        self.slots += int(sums[2 + self.drafter.cfg.num_drafts :].sum())
+        self.counts = self.counts + sums[2:].cpu()
+        self.history.append({"loss": loss / weight, "grad_norm": norm})
+
+    def _gradients(self, weight: float) -> float:
+        """Divide them by the step's weight and clip them; returns their norm before."""
+        for param in self.params:
+            assert param.grad is not None
+            param.grad.div_(weight)
+        return clip_gradients(self.params, self.train_cfg.clip)
+
+    def _update(self) -> None:
+        """The optimizer step at its learning rate."""
+        scale = lr_scale(self.step, self.train_cfg.steps, self.train_cfg.warmup)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * scale
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _validate(self) -> None:
+        """Replay and keep the weights if they are the best; without val requests always."""
+        cfg, weights = self.train_cfg, self._weights()
+        if not self.val:
+            self._keep(weights)
+            return
+        drafter = as_exported(self.drafter.cfg, weights, self.stored, self.replayed)
+        borrowed = (self.embedding.to(self.replayed), self.head.to(self.replayed))
+        taus = replay_val(drafter, *borrowed, self.val, self.rank, self.world)
+        if self.step == 0:
+            self.choice.base = taus.domains
+        if self.choice.offer(self.step, taus, cfg.domain, cfg.max_slice_loss):
+            self._keep(weights)
+        self._log(taus.metrics())
+
+    def _weights(self) -> dict[str, Tensor]:
+        """What is validated and exported: the average if there is one, low-rank factors merged."""
+        return merged(whole_weights(self.averaged))
+
+    def _keep(self, weights: dict[str, Tensor]) -> None:
+        if self.rank == 0:
+            self.best_weights = {k: v.detach().to("cpu", copy=True) for k, v in weights.items()}
+
+    def _out_of_patience(self) -> bool:
+        return 0 < self.train_cfg.patience <= self.choice.stale
+
+    def _save(self) -> None:
+        """Commit a state that any number of workers can resume from. A collective."""
+        state = whole_state(self.drafter, self.optimizers) | {
+            "step": self.step,
+            "choice": self.choice.state(),
+            "best_weights": self.best_weights,
+            "seconds": self.seconds,
+            "slots": self.slots,
+        }
+        if self.train_cfg.ema:
+            state["averaged"] = whole_state(self.averaged, [])
+        self._log({})  # before the state: what is resumed behind it would never be logged
+        if self.rank == 0:
+            commit_state(self.folder, self.step, state)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue where `_save` was called."""
+        load_whole_state(self.drafter, self.optimizers, state)
+        if self.train_cfg.ema:
+            load_whole_state(self.averaged, [], state["averaged"])
+        self.choice = Choice(**state["choice"])
+        for name in ("step", "best_weights", "seconds", "slots"):
+            setattr(self, name, state[name])
+
+    def export(self, folder: Path) -> None:
+        """Write the best weights as a drafter folder, under a hidden name until complete."""
+        if (folder / "config.json").is_file():  # by a group that was killed after its export
+            return
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        best = drafter_of(self.drafter.cfg, self.best_weights)
+        save_drafter(best, partial, self.stored)
+        load_drafter(partial)  # what cannot be read back never gets its final name
+        partial.rename(folder)
+
+    def metrics(self) -> dict[str, float]:
+        """What Ray Train and the summary get to see."""
+        return {
+            "step": self.step,
+            "best_val_tau": self.choice.tau,
+            "best_step": self.choice.step,
+            "slots_per_second": self.slots / self.seconds if self.seconds else 0.0,
+            "seconds": self.seconds,
+            "peak_memory_bytes": peak_memory(self.device),
+            "samples_without_anchor": self.data.num_skipped,
+        }
+
+    def _log(self, values: dict[str, float]) -> None:
+        """Send rank 0's steps since the last call to MLflow, with further values of this step."""
+        if self.rank == 0:
+            hits_K, slots_K = self.counts.view(2, -1)
+            accuracy = {
+                f"train_accuracy_{k}": float(hits / slots)
+                for k, (hits, slots) in enumerate(zip(hits_K, slots_K, strict=True), 1)
+                if slots
+            }
+            running = self.metrics()
+            shown = ("slots_per_second", "seconds", "peak_memory_bytes", "samples_without_anchor")
+            running = {name: running[name] for name in shown}
+            self.tracker.log(self.step, self.history, accuracy | running | values)
+        self.history, self.counts = [], torch.zeros_like(self.counts)
+
+
+def progress_file(cfg: Config, name: str) -> Path:
+    """Where rank 0 says which step is done."""
+    return cfg.path("runs", f".{name}.step")
+
+
+def start_drafter(cfg: Config, shape: DrafterConfig) -> Drafter:
+    """What training starts from: train.base, with low-rank factors, or a new drafter of `shape`."""
+    train = cfg.train
+    if not train.base:
+        return new_drafter(shape, train.seed)
+    base = load_drafter(train.base, target_layers=target_config(cfg)["num_hidden_layers"])
+    if not train.lora_rank:
+        return base
+    return add_lora(base, train.lora_rank, train.lora_targets, train.seed)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes this process has held so far: on the GPU if it has one, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

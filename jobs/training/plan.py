@@ -1,0 +1,229 @@
+"""flywheel train --plan: what a training run would be, from names and sizes alone."""
+
+import shutil
+from collections import Counter
+from typing import Any
+
+import psutil
+import torch
+
+from dflash.checkpoint import read_config
+from dflash.drafter_config import DrafterConfig
+from dflash.lora import add_lora
+from dflash.loss import valid_anchors
+from dflash.model import Drafter
+from dflash.objective import choose_labels, named_tokens
+from dflash.target_model import resolve_dtype, resolve_training_dtype, ties_embeddings
+from dflash.training_memory import activation_bytes, head_bytes, model_bytes
+from jobs.base.config import Config
+from jobs.base.console import print_table, short_name, some_names
+from jobs.base.devices import compute_device
+from jobs.base.drafter_shape import drafter_config, export_dtype, misfits
+from jobs.base.target_facts import target_config
+from jobs.dataset.samples import captured_top_k
+from jobs.dataset.slices import largest_rows
+from jobs.training.feed import GIB, TrainingSet, training_set, val_rows
+from jobs.training.runs import choose_run, missing
+from jobs.training.states import KEEP, newest_state, state_step, states_folder
+
+PROCESS_BYTES = 700 << 20
+"""A worker with torch, Ray and MLflow imported, before it loads anything (measured, Linux)."""
+
+COMPLETE = "complete"
+LABEL_BYTES = 12
+"""An entry of a slot's label in a batch: int64 id, float32 probability (dflash/loss.py)."""
+
+Facts = dict[str, Any]
+
+
+def run_shape(cfg: Config) -> DrafterConfig:
+    """The shape of train.base, or of a new drafter.
+
+    Raises ValueError for a base that was made for other features than this target's.
+    """
+    if not cfg.train.base:
+        return drafter_config(cfg)
+    base = read_config(cfg.train.base, target_config(cfg)["num_hidden_layers"])
+    for field, (has, needed) in misfits(cfg, base).items():
+        raise ValueError(
+            f"train.base {cfg.train.base} has {field} {has}, but this target and drafter.taps give "
+            f"{needed}: it was made for other features" + _other_taps(field, base)
+        )
+    return base
+
+
+def _other_taps(field: str, base: DrafterConfig) -> str:
+    if field != "target_layer_ids":
+        return ""
+    taps = ",".join(map(str, base.target_layer_ids))
+    return f"; put drafter.taps={taps} into the config file and run `flywheel harvest`"
+
+
+def check_val(cfg: Config, val: list[dict[str, Any]]) -> None:
+    """Raise ValueError when the settings need val requests that do not exist."""
+    domains = {row["domain"] for row in val}
+    if cfg.train.domain and domains and cfg.train.domain not in domains:
+        raise ValueError(
+            f"no greedy val request of train.domain {cfg.train.domain!r} (there are: "
+            f"{some_names(domains)}): nothing can choose its weights; ingest more "
+            "conversations or raise ingest.val_percent"
+        )
+    if cfg.train.patience and not val:
+        raise ValueError("train.patience needs greedy val requests: raise ingest.val_percent")
+
+
+def check_lora(cfg: Config, shape: DrafterConfig) -> None:
+    """Raise ValueError for train.lora_targets that the drafter does not have."""
+    if cfg.train.lora_rank:
+        with torch.device("meta"):
+            drafter = Drafter(shape)
+        add_lora(drafter, cfg.train.lora_rank, cfg.train.lora_targets, cfg.train.seed)
+
+
+def make_plan(cfg: Config) -> Facts:
+    """Everything that `--plan` prints. Reads token rows and names, no feature and no weight."""
+    shape = run_shape(cfg)
+    chosen = choose_run(cfg, shape)
+    name, pin = chosen.name, chosen.pin
+    data, val = training_set(cfg, pin, shape.num_drafts), val_rows(cfg, pin)
+    check_val(cfg, val)
+    memory = memory_plan(cfg, shape, data, val)
+    return {
+        "name": name,
+        **_start(cfg, name, features := missing(cfg, pin) or COMPLETE),
+        "pinned_to": f"{len(pin.train)} train and {len(pin.val)} val samples",
+        "samples_since": chosen.newer,
+        "features": features,
+        **_amount(cfg, data),
+        "checkpoints": _checkpoints(cfg),
+        "validations": _validations(cfg) if val else 0,
+        "val_requests": dict(Counter(row["domain"] for row in val)),
+        "chosen_by": _chosen_by(cfg, val),
+        "memory_bytes": memory,
+        "disk_bytes": disk_plan(cfg, shape),
+    }
+
+
+def _start(cfg: Config, name: str, features: str) -> Facts:
+    if cfg.path("drafters", name, "config.json").is_file():
+        return {"does": "reuse", "first_step": cfg.train.steps}
+    if features != COMPLETE:
+        return {"does": "refuse", "first_step": 0}
+    newest = newest_state(states_folder(cfg, name))
+    if newest is None:
+        return {"does": "start", "first_step": 0}
+    return {"does": "resume", "first_step": state_step(newest)}
+
+
+def _amount(cfg: Config, data: TrainingSet) -> Facts:
+    train, tokens = cfg.train, data.block_tokens
+    picks = train.steps * train.batch_size
+    parts = [("", tokens[: data.num_main], 1 - data.share)]
+    if data.share:
+        parts.append(("_others", tokens[data.num_main :], data.share))
+    mean = sum(share * sum(part) / len(part) for _, part, share in parts)
+    return {
+        "steps": train.steps,
+        "samples": len(data.samples),
+        "samples_without_anchor": data.num_skipped,
+        "samples_cut": data.num_cut,
+        "tokens": sum(data.lengths),
+        "supervised_tokens": sum(int(s.loss_mask.sum()) for s in data.samples),
+        "block_tokens_per_step": train.batch_size * mean,
+        **{f"epochs{name}": picks * share / len(part) for name, part, share in parts},
+    }
+
+
+def _validations(cfg: Config) -> int:
+    every, steps = cfg.train.val_every, cfg.train.steps
+    return bool(cfg.train.base) + steps // every + bool(steps % every)
+
+
+def _checkpoints(cfg: Config) -> str:
+    if not cfg.train.steps:
+        return "none"
+    every = min(cfg.train.checkpoint_every, cfg.train.steps)
+    return f"every {every} steps and the last; {KEEP} are kept, with the best weights in each"
+
+
+def _chosen_by(cfg: Config, val: list[dict[str, Any]]) -> str:
+    if not val:
+        return "nothing: no greedy val request, the last weights are exported"
+    what = f"tau of {short_name(cfg.train.domain)}" if cfg.train.domain else "pooled tau"
+    if not cfg.train.base or cfg.train.max_slice_loss >= 1:
+        return f"highest {what}"
+    kept = f"{1 - cfg.train.max_slice_loss:.0%} of the base's"
+    return f"highest {what}, no domain with val requests below {kept}"
+
+
+def memory_plan(
+    cfg: Config, shape: DrafterConfig, data: TrainingSet, val: list[dict[str, Any]]
+) -> dict[str, int]:
+    """Bytes of rank 0, the largest worker, by what they are for."""
+    train = cfg.train
+    kind = "cpu" if train.device == "cpu" else compute_device(cfg)
+    dtype = resolve_training_dtype(train.dtype, resolve_dtype(cfg.target.dtype, kind), kind)
+    width = len(shape.target_layer_ids) * shape.hidden_size
+    share = -(-train.batch_size // train.workers)
+    in_forward = min(train.micro_batch or share, share)
+    longest = max(data.lengths)
+    anchors = min(train.anchors, max(len(valid_anchors(s.loss_mask)) for s in data.samples))
+    borrowed = 1 if ties_embeddings(cfg.target_path) else 2
+    harvested = all(s.top_ids is not None for s in data.samples)
+    labels = choose_labels(train.loss if harvested else "ce", shape.vocab_size)
+    candidates = len(named_tokens(data.samples, labels)) + train.random_candidates
+    candidates = min(candidates, shape.vocab_size)
+    entry = LABEL_BYTES * (captured_top_k(cfg) if train.loss == "kl" else 1)
+    lora = (train.lora_rank, tuple(train.lora_targets))
+    model = model_bytes(
+        shape, train.optimizer, train.workers if train.shard == "fsdp" else 1, *lora
+    )
+    whole = model_bytes(shape, train.optimizer, 1)["weights"]
+    val_tokens = sum(len(row["prompt_ids"]) + len(row["output_ids"]) for row in val)
+    return {
+        "process": PROCESS_BYTES,
+        "embedding and head": borrowed * shape.vocab_size * shape.hidden_size * dtype.itemsize,
+        **model,
+        "best weights": whole,
+        "weights that are validated": whole // 4 * dtype.itemsize if val else 0,
+        "average of weights": model["weights"] if train.ema else 0,
+        "exchange with other workers": whole if train.workers > 1 else 0,
+        "activations": activation_bytes(shape, in_forward, longest, anchors, dtype),
+        "softmax": head_bytes(shape.hidden_size, candidates, dtype),
+        "two steps of features": 2 * share * longest * width * dtype.itemsize,
+        "two steps of labels": 2 * share * anchors * shape.num_drafts * entry,
+        "feature cache": min(2 * width * sum(data.lengths), int(train.cache_gib * GIB)),
+        "val features": 2 * width * val_tokens,
+        "log-probabilities": sum(
+            t.nbytes for s in data.samples for t in (s.top_ids, s.top_logprobs) if t is not None
+        ),
+    }
+
+
+def disk_plan(cfg: Config, shape: DrafterConfig) -> dict[str, int]:
+    """Bytes of the states that are kept, of the exported drafter, and what is free."""
+    train = cfg.train
+    model = model_bytes(shape, train.optimizer, 1, train.lora_rank, tuple(train.lora_targets))
+    state = (3 if train.ema else 2) * model["weights"] + model["optimizer"]
+    return {
+        "one state": state,
+        "states kept": KEEP * state,
+        "drafter": model["weights"] // 4 * export_dtype(cfg).itemsize,
+        "free": shutil.disk_usage(cfg.path()).free,
+    }
+
+
+def print_plan(plan: Facts) -> None:
+    """The plan as tables on stderr."""
+    single = [(key, value) for key, value in plan.items() if not isinstance(value, dict)]
+    print_table("Plan", ["what", "value"], single)
+    val = {domain: [count] for domain, count in plan["val_requests"].items()}
+    print_table("Val requests", ["domain", "replayed"], largest_rows(val))
+    memory = plan["memory_bytes"] | {
+        "total": sum(plan["memory_bytes"].values()),
+        "free now": psutil.virtual_memory().available,
+    }
+    for title, sizes in (("Memory of a worker", memory), ("Disk", plan["disk_bytes"])):
+        print_table(
+            title, ["what", "MiB"], [(k, f"{v / (1 << 20):,.1f}") for k, v in sizes.items()]
+        )

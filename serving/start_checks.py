@@ -1,0 +1,112 @@
+"""What can be known before a server starts, said in one clear message; and what its log says."""
+
+import errno
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash.checkpoint import read_config
+from dflash.drafter_config import DrafterConfig
+from dflash.target_model import read_target_config
+
+# What the log says when a phase of the start begins -> what to tell the user meanwhile.
+PHASES = {
+    "Initializing a V1 LLM engine": "starting the engine",
+    "Starting to load model": "loading weights",
+    "KV cache size": "warming up",
+    "Starting vLLM server": "opening the port",
+}
+_PREFIX = re.compile(r"^(\(\w[^)]*pid=\d+\)\s*)?([A-Z]+ [\d-]+ [\d:.]+ \[[^]]*\]\s*)?")
+_ERROR = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit)|\S+: error): .+")
+# They only report that a child failed; the child's own error stands above them.
+_REPORTS = (
+    "Engine core initialization failed",
+    "WorkerProc initialization failed",
+    "EngineCore encountered an issue",
+)
+
+
+def check_drafter(
+    drafter: Path | str | None, target: Path | str, k: Sequence[int], max_model_len: int
+) -> tuple[int, ...]:
+    """K by batch size for this drafter on this target: `k`, or block_size - 1 if that is empty.
+
+    Empty without a drafter. Raises ValueError for a drafter that was made for another target's
+    shape, a K that its block does not hold, or positions that end before the longest request: vLLM
+    would crash on the first, and stop drafting for whole batches on the last.
+    """
+    if drafter is None:
+        if k:
+            raise ValueError(f"k = {list(k)} needs a drafter: name its folder, or leave k empty")
+        return ()
+    config = read_config(drafter)
+    _check_shapes(drafter, config, read_target_config(target))
+    k = tuple(k) or (config.num_drafts,)
+    if not all(1 <= one <= config.num_drafts for one in k):
+        raise ValueError(
+            f"k = {list(k)}: drafter {drafter} has blocks of {config.block_size}, "
+            f"so k lies in 1..{config.num_drafts} (empty: {config.num_drafts})"
+        )
+    largest = config.max_position_embeddings - max(k)
+    if largest < max_model_len:
+        raise ValueError(
+            f"drafter {drafter}: max_position_embeddings {config.max_position_embeddings} < "
+            f"served length {max_model_len} + k {max(k)}: lower max_model_len to {largest}, "
+            "or train a drafter with more positions"
+        )
+    return k
+
+
+def _check_shapes(drafter: Path | str, config: DrafterConfig, target: dict[str, Any]) -> None:
+    pairs = {
+        "hidden_size": (config.hidden_size, target["hidden_size"]),
+        "vocab_size": (config.vocab_size, target["vocab_size"]),
+        "layers": (config.num_target_layers, target["num_hidden_layers"]),
+    }
+    unlike = [f"{name} {a} != {b}" for name, (a, b) in pairs.items() if a != b]
+    if unlike:
+        raise ValueError(
+            f"drafter {drafter} was made for another target: {', '.join(unlike)} of this target"
+        )
+
+
+def free_port(host: str, port: int) -> int:
+    """`port` if it can be opened on `host`, a free one for 0. Raises ValueError if it is taken."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(
+                    f"port {port} on {host} is in use: stop what listens there, or choose "
+                    "another port (serve.port=0 takes a free one)"
+                ) from error
+            raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        return probe.getsockname()[1]
+
+
+def phase(lines: Iterable[str]) -> str:
+    """What a starting vLLM is doing, by the last phase its log names."""
+    found = "importing vLLM"
+    for line in lines:
+        found = next((text for mark, text in PHASES.items() if mark in line), found)
+    return found
+
+
+def last_error(lines: Iterable[str]) -> str | None:
+    """The last error a vLLM log states, without time stamps and without reports about children.
+
+    pydantic says what is wrong on the line below, which is joined to it.
+    """
+    found, joins_next = None, False
+    for line in lines:
+        text = _PREFIX.sub("", line.strip()).strip()
+        if joins_next:
+            found = f"{found}: {text}"
+        is_error = bool(_ERROR.match(text)) and not any(report in text for report in _REPORTS)
+        found = text if is_error else found
+        joins_next = is_error and "ValidationError: 1 validation error" in text
+    return found

@@ -1,0 +1,25 @@
+"""Logs as the capture writes them, for tests of ingest."""
+
+import json
+
+
+def line(i, **changes):
+    record = {
+        "v": 1,
+        "captured_at": f"2026-01-02T03:{i // 60 % 60:02}:{i % 60:02}Z",
+        "request_id": f"r{i}",
+        "prompt_ids": [1, i % 997],
+        "output_ids": [4, i // 997, 6],
+        "finish_reason": "stop",
+        "conversation_id": f"c{i}",
+        "domain": "ab"[i % 2],
+    }
+    return json.dumps(record | changes) + "\n"
+
+
+def write_log(cfg, name, lines, mode="w"):
+    folder = cfg.path("capture")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / name, mode) as stream:
+        stream.writelines(lines)
+    return folder / name

@@ -1,0 +1,24 @@
+"""What tests of ingest share: a target folder that is enough to read logs for."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from jobs.base.config import Config, load
+
+
+@pytest.fixture
+def target(tmp_path):
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"vocab_size": 1000}')
+    save_file({"w": torch.zeros(4)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def configure(tmp_path, target):
+    def make(*overrides) -> Config:
+        return load(None, [f"work={tmp_path / 'work'}", f"target.path={target}", *overrides])
+
+    return make
