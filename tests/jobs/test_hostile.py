@@ -173,7 +173,7 @@ def test_tables_of_stages_with_servers_take_any_text(capsys):
             "speeds": [speed],
             "servers_at_once": 2,
             "greedy": greedy | {"control": read, "drafted": read},
-            "comparison": dict.fromkeys(names, 0) | {"differences": []},
+            "comparison": dict.fromkeys(names, 0) | {"differences": [], "left_out": []},
             "reference": {"skipped": "[/b] no room"},
             "faults": ["[/b] \x1b[31m"],
         }
