@@ -161,7 +161,7 @@ class Train:
         "drafter folder to start from, z-lab's or speculators' format; empty: a new one",
         path=True,
     )
-    steps: int = setting(220, "optimizer steps; 0 exports the base as it is", minimum=0)
+    steps: int = setting(180, "optimizer steps; 0 exports the base as it is", minimum=0)
     batch_size: int = setting(4, "samples in a step, over all workers", minimum=1)
     anchors: int = setting(32, "random anchors per sample and step", minimum=1)
     max_length: int = setting(
@@ -375,7 +375,7 @@ class Serve:
 class Demo:
     """The simulated clients of the demo."""
 
-    tickets: int = setting(180, "prompts of the narrow domain", minimum=1)
+    tickets: int = setting(140, "prompts of the narrow domain", minimum=1)
     general: int = setting(20, "prompts of the general domain", minimum=1)
     max_tokens: int = setting(80, "longest answer", minimum=8)
     concurrency: int = setting(32, "clients at the same time", minimum=1)
