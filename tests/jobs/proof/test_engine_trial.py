@@ -191,6 +191,7 @@ def test_verify_says_not_checked_of_short_answers_and_decodes_behind_the_servers
     assert not result["ok"]
     [fault] = result["faults"]
     assert fault.startswith("not checked: no served answer holds a whole block")
+    verify.show(result)
     assert (
         "left out, since the engine drafted less than 4 tokens in a round: 1 (b[/b])"
         in " ".join(capfd.readouterr().err.split())
