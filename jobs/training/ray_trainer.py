@@ -32,6 +32,8 @@ def fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[s
             failure_config=FailureConfig(max_failures=RETRIES),
         ),
     )
+    # Ray Train's own handler of Ctrl-C ends the process, and stays for the stages that follow.
+    vars(trainer)["_register_sigint_handler"] = lambda controller: None
     try:
         with follow(progress_file(cfg, name), cfg.train.steps, "train", "step"):
             trainer.fit()

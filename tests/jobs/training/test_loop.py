@@ -52,7 +52,9 @@ def test_harvest_stores_the_targets_features_and_reuses_them(work):
 
 def test_train_then_evaluate(work):
     cfg = configure(work)
+    interrupt = signal.getsignal(signal.SIGINT)
     trained = train.run(cfg)
+    assert signal.getsignal(signal.SIGINT) is interrupt, "Ctrl-C no longer interrupts later stages"
     assert train.run(cfg)["reused"] is True
     [run] = MlflowClient(cfg.mlflow_uri).search_runs(
         ["1"], f"tags.`flywheel.run` = '{trained['name']}'"
