@@ -40,7 +40,7 @@ def cfg(tmp_path_factory, ray_cluster, tiny_target, learned_drafter):
         "verify.repeats=2",
         "methods.names=ngram,mtp,dflash",
         "methods.ngram_min=1",
-        f"draft_methods.dflash={learned_drafter}",
+        f"methods.dflash={learned_drafter}",
     ]
     found = load(None, settings)
     ingest.run(found)
