@@ -22,9 +22,9 @@ COMMON = [
 SETTINGS = {
     "float32": [
         *COMMON,
-        "demo.tickets=64",
-        "demo.general=8",
-        "demo.max_tokens=56",
+        "demo.tickets=80",
+        "demo.general=10",
+        "demo.max_tokens=64",
         "train.steps=70",
         "train.val_every=35",
         "verify.reference_requests=2",
