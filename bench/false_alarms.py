@@ -74,19 +74,22 @@ def main(cfg: Config) -> dict[str, Any]:
     folder = find_drafter(cfg, cfg.evaluate.drafter)
     ours = prepare(cfg, folder, load_rows(cfg, cfg.evaluate.split)[:1])
     pool = ask(cfg, ours, str(folder), new_requests(cfg, RUNS * REQUESTS))
-    ours = with_noise(cfg, folder, ours, pool.traces)
-    alarms = Counter()
+    alarms, noise = Counter(), Counter()
     for run in range(RUNS):
-        own = list(range(run * REQUESTS, (run + 1) * REQUESTS))
-        found = [name for name, alarm in judged(cfg, ours, pool.draw(own)).items() if alarm]
+        part = pool.draw(list(range(run * REQUESTS, (run + 1) * REQUESTS)))
+        own = with_noise(cfg, folder, ours, part.traces)
+        found = [name for name, alarm in judged(cfg, own, part).items() if alarm]
         alarms.update(found)
+        noise.update(drafts=own.noise.drafts, turned=len(own.noise.mismatches))
+        noise.update(beyond=own.noise.beyond(ours.ties))
         console.print(f"run {run + 1} of {RUNS}: {', '.join(found) or 'no alarm'}")
     about = {"dtype": dtype_name(cfg), "requests": REQUESTS, "k": ours.k, "vllm": vllm_version()}
     return {
         "name": "false-alarms",
         "runs": RUNS,
         "alarms": dict(alarms),
-        "detail": about | {"cpu": cpu_name(), "pool": described(cfg, ours, pool)},
+        "detail": about
+        | {"cpu": cpu_name(), "pool": described(ours, pool), "own_noise": dict(noise)},
     }
 
 
@@ -144,7 +147,7 @@ def rounds_of(ours: Ours, pool: Pool) -> Any:
     return compare(ours.target, ours.drafter, named, ours.k, lambda one: read[one.request_id])
 
 
-def described(cfg: Config, ours: Ours, pool: Pool) -> dict[str, Any]:
+def described(ours: Ours, pool: Pool) -> dict[str, Any]:
     """What the limits are made from, of the whole pool."""
     text = judge(pool.plain, pool.drafted, pool.control, pool.reading, 0.0)
     rounds, (_, drafts) = (
@@ -168,11 +171,6 @@ def described(cfg: Config, ours: Ours, pool: Pool) -> dict[str, Any]:
         "round_gaps": sorted(round(d.gap / d.bound, 3) for d in rounds.differences),
         "drafts": {n: drafts[n] for n in ("drafts", "different")}
         | {"near_ties": len(drafts["near_ties"])},
-        "own_noise": {
-            "drafts": ours.noise.drafts,
-            "turned": len(ours.noise.mismatches),
-            "beyond": ours.noise.beyond(ours.ties),
-        },
     }
 
 

@@ -108,13 +108,10 @@ def judged(
     """Which checks call the drafter that was served another one than `folder`, and the counts."""
     running = server(serving(cfg, str(served), [ours.k]), "missed-faults.log")
     running.drafts = cfg.path("logs", "missed-faults.jsonl")
-    running.drafts.unlink(missing_ok=True)
     with running:
         answers = complete(running.url, asked, cfg.verify.concurrency)
-    names, read = (
-        [str(one.conversation) for one in asked],
-        [answer_of(ours, one) for one in answers],
-    )
+    names = [str(one.conversation) for one in asked]
+    read = [answer_of(ours, one) for one in answers]
     drafted = traces(names, answers, read, read_drafts(running.drafts))
     ours = with_noise(cfg, folder, ours, drafted)
     of = {one.request_id: answer for one, answer in zip(answers, read, strict=True)}
