@@ -19,8 +19,11 @@ RETRIES = 2
 
 def fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[str, Any]:
     """Run the workers to the end; returns what they said. ValueError with their reason to stop."""
-    if not cfg.ray.address:  # one machine is not preempted, and the watcher's imports take seconds
+    if not cfg.ray.address:
+        # One machine is not preempted, and the watcher's imports take seconds.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        # How often the workers are asked whether they are ready or done; every 2 s by itself.
+        os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")
     folder = states_folder(cfg, name)
     trainer = TorchTrainer(
         worker,
