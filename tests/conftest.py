@@ -41,6 +41,15 @@ def work(tmp_path_factory, harvested):
     return shutil.copytree(harvested, tmp_path_factory.mktemp("work") / "work")
 
 
+@pytest.fixture
+def one_process():
+    """See `in_one_process`."""
+    from tests.work import in_one_process
+
+    with in_one_process():
+        yield
+
+
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory):
     """MLflow needs ten seconds to make its tables: once."""

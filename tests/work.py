@@ -1,10 +1,14 @@
 """Tiny work folders for jobs: a random target and its traffic, up to its features or drafters."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from ray.train import ScalingConfig
 
 from dflash.checkpoint import save_drafter
 from dflash.decode import decode
@@ -17,6 +21,7 @@ from jobs import harvest, ingest
 from jobs.base.config import Config, load
 from jobs.base.drafter_shape import drafter_config
 from jobs.dataset.samples import load_requests
+from jobs.training import ray_trainer
 from tests.tiny import add_tokenizer, learn, make_target, memorise
 
 NUM_REQUESTS = 48
@@ -38,6 +43,18 @@ SETTINGS = [
 def configure(folder: Path, *more: str) -> Config:
     """The settings of a tiny run in `folder`."""
     return load(None, [f"work={folder}", *SETTINGS, *more])
+
+
+@contextmanager
+def in_one_process() -> Iterator[None]:
+    """`train` with one worker runs in this process, as Ray Train itself offers, in a second instead
+    of 20: for tests of what a run learns. Those of how it is executed have real workers.
+    """
+    real = ray_trainer.scaling
+    with pytest.MonkeyPatch.context() as patch:
+        local = ScalingConfig(num_workers=0)
+        patch.setattr(ray_trainer, "scaling", lambda c: local if c.train.workers == 1 else real(c))
+        yield
 
 
 def make_base(cfg: Config, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:

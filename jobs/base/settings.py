@@ -110,9 +110,13 @@ def parse_overrides(cls: type, overrides: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def build(cls: type[T], values: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> T:
-    """An instance of the settings class `cls` from nested `values` and dotted `overrides`."""
-    flat = dict(_flatten(cls, values)) | dict(overrides or {})
+def flatten(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values, as YAML has them, by dotted name; refuses names that `cls` does not have."""
+    return dict(_flatten(cls, values))
+
+
+def build(cls: type[T], flat: Mapping[str, Any]) -> T:
+    """An instance of the settings class `cls` from values by dotted name, else their defaults."""
     return _build(cls, flat)
 
 

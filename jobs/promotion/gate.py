@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jobs.base.config import Promote
 from jobs.base.console import short_name
+from jobs.base.sections.judging import Promote
 from jobs.evaluation.intervals import FEWEST
 from jobs.registry.versions import Version
 

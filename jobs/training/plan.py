@@ -90,6 +90,7 @@ def make_plan(cfg: Config) -> Facts:
     memory = memory_plan(cfg, shape, data, val)
     return {
         "name": name,
+        "profile": cfg.profile,
         **_start(cfg, name, features := missing(cfg, pin) or COMPLETE),
         "pinned_to": f"{len(pin.train)} train and {len(pin.val)} val samples",
         "samples_since": chosen.newer,

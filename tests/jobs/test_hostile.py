@@ -13,8 +13,8 @@ import pytest
 from jobs import doctor, methods
 from jobs.base import cli
 from jobs.base.checks import Check, print_checks
-from jobs.base.config import Promote
 from jobs.base.console import NAME, console, print_table, short_name, some_names, visible
+from jobs.base.sections.judging import Promote
 from jobs.dataset.slices import SHOWN, largest, largest_rows, slices
 from jobs.machine import resources
 from jobs.promotion import gate

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from jobs.base import cli
-from jobs.base.config import METHODS, load
+from jobs.base.config import load
+from jobs.base.sections.serving import METHODS
 from jobs.proof import draft_methods, method_runs
 from jobs.reporting.methods_table import table_line
 from serving.client import Speed

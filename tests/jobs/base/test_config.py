@@ -4,7 +4,8 @@ import re
 import pytest
 
 from jobs.base.config import Config, load
-from jobs.base.settings import to_yaml
+from jobs.base.profiles import LARGEST, PROFILES
+from jobs.base.settings import build, flatten, to_yaml
 
 
 def test_defaults_then_file_then_overrides(tmp_path):
@@ -13,6 +14,31 @@ def test_defaults_then_file_then_overrides(tmp_path):
     cfg = load(file, ["train.steps=20", "train.steps=30"])
     assert (cfg.train.steps, cfg.train.lr, cfg.train.batch_size) == (30, 1e-3, 4)
     assert cfg.serve == load().serve
+
+
+def test_defaults_follow_the_size_of_the_target(tmp_path):
+    def sized(size, *words):
+        with open(tmp_path / "model-00001-of-00001.safetensors", "wb") as file:
+            file.truncate(size)  # sparse: no byte is written
+        cfg = load(None, [f"target.path={tmp_path}", *words])
+        return cfg.profile, cfg.drafter.layers, cfg.train.optimizer, cfg.train.shard
+
+    assert sized(270 << 20) == ("small", 2, "muon", "ddp")
+    assert sized(16 << 30) == ("8b", 5, "adamw", "ddp")
+    assert sized(140 << 30) == ("70b", 5, "adamw", "fsdp")
+    assert sized(16 << 30, "profile=small", "drafter.layers=3") == ("small", 3, "muon", "ddp")
+    assert load(None, [f"work={tmp_path}/none"]).profile == "small", "the built-in target is"
+    (tmp_path / "my.yaml").write_text("profile: 8b\ntrain: {lr: 1e-3}\n")
+    cfg = load(tmp_path / "my.yaml", ["train.anchors=9"])
+    assert (cfg.train.steps, cfg.train.lr, cfg.train.anchors) == (10_000, 1e-3, 9)
+
+
+def test_profiles_name_settings_and_say_something_else_than_the_default():
+    default = flatten(Config, dataclasses.asdict(Config()))
+    for values in PROFILES.values():
+        build(Config, values)
+        assert all(default[name] != value for name, value in values.items())
+    assert {*LARGEST, "70b"} == PROFILES.keys()
 
 
 def test_the_printed_schema_loads_back_to_the_same(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.intervals import WORLDS, measure
-from jobs.base.config import Promote
+from jobs.base.sections.judging import Promote
 from jobs.evaluation.intervals import Resamples
 from jobs.promotion.gate import refusals
 

@@ -10,7 +10,7 @@ from dflash.checkpoint import load_drafter
 from jobs import evaluate, train
 from jobs.tracking.mlflow_runs import Tracker
 from jobs.training.states import read_state, states_folder
-from tests.work import configure, make_base
+from tests.work import configure, in_one_process, make_base
 
 BF16 = [
     "target.dtype=bfloat16",
@@ -30,7 +30,8 @@ CURVE = 0.02
 def trained(work):
     """The run in bfloat16 on one worker, and its configuration."""
     cfg = configure(work, *BF16)
-    return cfg, train.run(cfg)
+    with in_one_process():
+        return cfg, train.run(cfg)
 
 
 def losses(cfg, summary):
@@ -69,6 +70,7 @@ def test_weights_average_and_optimizer_state_stay_float32(trained):
     assert ones(rounded) > 0.2, "so in bfloat16 it would have shown"
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_resumed_run_is_the_same_run(trained, harvested, tmp_path):
     """Bit for bit, and its norms go on from where they were, not from 1.0."""
     cfg, summary = trained
@@ -86,6 +88,7 @@ def test_a_resumed_run_is_the_same_run(trained, harvested, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.usefixtures("one_process")
 def test_the_curve_is_that_of_float32(trained, work):
     cfg, summary = trained
     wide = configure(work, *BF16, "target.dtype=float32", "train.dtype=float32")
@@ -121,6 +124,7 @@ ADAPTED = ["train.lora_rank=4", "train.optimizer=adamw", "train.lr=1e-2"]
 
 
 @pytest.mark.parametrize("settings", [[], ADAPTED], ids=["full", "lora"])
+@pytest.mark.usefixtures("one_process")
 def test_zero_steps_export_the_base(work, tmp_path, settings):
     base = make_base(configure(work), tmp_path / "base", torch.bfloat16)
     words = [*BF16, f"train.base={base}", "train.steps=0", *settings]
@@ -129,6 +133,7 @@ def test_zero_steps_export_the_base(work, tmp_path, settings):
         assert (base / name).read_bytes() == (work / "drafters" / zero["name"] / name).read_bytes()
 
 
+@pytest.mark.usefixtures("one_process")
 def test_factors_train_over_a_frozen_base(work, tmp_path):
     """The base's own weights never move; the factors do, in float32."""
     base = make_base(configure(work), tmp_path / "base", torch.bfloat16)

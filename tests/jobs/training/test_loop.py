@@ -85,6 +85,7 @@ def test_train_then_evaluate(work):
     assert {row["k"] for row in rows} == {1, 2, 3, 4}
 
 
+@pytest.mark.usefixtures("one_process")
 def test_training_on_captured_log_probabilities(work):
     """A divergence needs them; they lie beside the features, in a cache of their own."""
     divergence = ["train.loss=kl", "train.weights=dpace", "train.tv=0.5", "train.steps=3"]
@@ -101,6 +102,7 @@ def test_training_on_captured_log_probabilities(work):
     assert train.run(cfg)["best_val_tau"] >= 1.0
 
 
+@pytest.mark.usefixtures("one_process")
 def test_random_blocks_train_under_dpace(work):
     cfg = configure(work, "train.random_block=true", "train.weights=dpace", "train.steps=6")
     whole = configure(work, "train.weights=dpace", "train.steps=6")
@@ -109,6 +111,7 @@ def test_random_blocks_train_under_dpace(work):
     assert train.run(cfg)["best_val_tau"] >= 1.0
 
 
+@pytest.mark.usefixtures("one_process")
 def test_what_a_killed_driver_left_open_is_ended_and_told(work):
     """The export stands, but nobody has drawn its curves or ended its MLflow run."""
     cfg = configure(work, "train.steps=4", "train.seed=11")
@@ -123,6 +126,7 @@ def test_what_a_killed_driver_left_open_is_ended_and_told(work):
     assert "training.svg" in names
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_run_continues_when_its_base_has_moved(work, tmp_path):
     words = ["train.steps=3", "train.seed=12"]
     base = make_base(configure(work), tmp_path / "base")
@@ -139,6 +143,7 @@ def test_a_run_continues_when_its_base_has_moved(work, tmp_path):
     assert tags["execution.base"] == str(tmp_path / "moved")
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_group_that_was_killed_before_its_export_exports_when_ray_tries_again(work, monkeypatch):
     """The result stood already, so the group that Ray started again reported {} and left."""
     cfg = configure(work, "train.steps=3", "train.seed=13")
@@ -157,6 +162,7 @@ def test_a_group_that_was_killed_before_its_export_exports_when_ray_tries_again(
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_largest_length_cuts_samples_and_is_another_run(work):
     cfg = configure(work, "train.steps=3")
     whole = training_set(cfg, live_pin(cfg), 4).lengths
@@ -182,6 +188,7 @@ ADAPTED = ["train.lora_rank=4", "train.optimizer=adamw", "train.lr=1e-2", "train
 
 @pytest.mark.parametrize("settings", [[], ADAPTED], ids=["full", "lora"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.usefixtures("one_process")
 def test_zero_steps_export_the_base(work, tmp_path, settings, dtype):
     base = make_base(configure(work), tmp_path / "base", dtype)
     trained = train.run(configure(work, f"train.base={base}", "train.steps=0", *settings))
@@ -191,6 +198,7 @@ def test_zero_steps_export_the_base(work, tmp_path, settings, dtype):
         ).read_bytes()
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_base_in_the_other_format_is_exported_in_ours(work, tmp_path):
     drafter = new_drafter(drafter_config(configure(work, "drafter.draft_vocab=0")), 3)
     base = save_drafter(drafter, tmp_path / "base", torch.bfloat16)
@@ -203,6 +211,7 @@ def test_a_base_in_the_other_format_is_exported_in_ours(work, tmp_path):
         ).read_bytes()
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_base_brings_its_mask_token(work, tmp_path):
     """So a target without a spare special token, here without any tokenizer, can be adapted to."""
     base = make_base(configure(work), tmp_path / "base")

@@ -58,6 +58,7 @@ def interrupt(cfg, name):
     return (cfg.path("whole") / "model.safetensors").read_bytes()
 
 
+@pytest.mark.usefixtures("one_process")
 def test_new_traffic_does_not_rename_an_interrupted_run(fresh, capfd):
     """It goes on with what it began with, bit for bit, and says so; the next command starts on all
     that has arrived; fresh=true does so at once."""
@@ -120,6 +121,7 @@ def test_a_restarted_worker_reads_the_pin_and_not_the_tables(fresh):
         runs.read_pin(cfg, begun.name, shape)
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_run_does_not_go_on_without_its_samples(fresh, monkeypatch, capfd):
     """Deleted, or set aside by harvest since: said, and a new run starts without them."""
     cfg = configure(fresh, *QUICK)
@@ -233,6 +235,7 @@ HOSTILE = ["[/b]", r"$\foo$", "", "x" * 10_000, "a/b'\"`; DROP", "\x1b[31mred"]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
 def test_labels_of_any_text_train(fresh):
     """Each is the name of a metric, a row of the plan and a curve in the picture."""
     cfg = configure(fresh, *QUICK, "ingest.val_percent=50", "train.seed=9")

@@ -29,7 +29,7 @@ from jobs.training.runs import live_pin, run_name
 from jobs.training.states import commit_state, newest_state, read_state
 from tests.tiny import memorise
 from tests.work import SETTINGS as WORK
-from tests.work import configure, make_base
+from tests.work import configure, in_one_process, make_base
 
 # 3 samples on 2 workers: a rank has a step without a second sample. Small steps: float order grows.
 SETTINGS = ["train.batch_size=3", "train.steps=40", "train.val_every=20", "train.lr=2e-3"]
@@ -124,13 +124,15 @@ def test_sharded_factors_and_their_average_resume_and_give_the_run_of_one(harves
     base = make_base(configure(folders[0]), tmp_path / "base")
     words = ["train.lora_rank=4", "train.optimizer=adamw", "train.lr=1e-2", "train.ema=0.9"]
     words += [*SETTINGS[:3], *SETTINGS[4:], f"train.base={base}"]
-    whole = outcome(configure(folders[0], *words))
+    with in_one_process():
+        whole = outcome(configure(folders[0], *words))
     step = move_state(configure(folders[0]), whole[0]["name"], folders[1])
     sharded = configure(folders[1], *words, "train.workers=2", "train.shard=fsdp")
     check_same(outcome(sharded), whole, step + 1)
     assert whole[0]["best_step"] > 0, "something was learned"
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_domain_with_a_mix_stops_when_nothing_gets_better(fresh, tmp_path):
     """Learning rate 0: the base stays the best, so it is what is exported, after one validation."""
     cfg = configure(fresh)
@@ -150,6 +152,7 @@ def test_a_domain_with_a_mix_stops_when_nothing_gets_better(fresh, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
 def test_what_a_base_may_lose_is_remembered_by_a_resumed_run(work, fresh, tmp_path):
     """A learning rate that spoils it: the base was best before the interruption and stays it."""
     cfg = configure(work, *SETTINGS)
@@ -233,6 +236,7 @@ def test_what_mlflow_would_try_for_minutes_is_one_message(work, tmp_path):
         train.run(configure(work, "train.seed=21", f"mlflow.uri=sqlite:///{tmp_path}/broken.db"))
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_damaged_result_is_one_message_and_can_be_had_again(work):
     cfg = configure(work, *SETTINGS, "train.steps=8", "train.seed=22")
     weights = Path(train.run(cfg)["folder"]) / "model.safetensors"

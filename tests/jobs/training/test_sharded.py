@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -13,6 +14,7 @@ from tests.tiny import make_target
 from tests.work import configure, record
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_sharded_tied_target_goes_through_every_stage(tmp_path, ray_cluster):
     """Ingest accepted it; harvest ended with: no such file, model.safetensors."""
     folder = make_target(tmp_path / "whole", tie_word_embeddings=True)

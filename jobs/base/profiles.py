@@ -1,0 +1,37 @@
+"""Defaults that depend on how large the target is.
+
+The sections hold the defaults for a target of about 8 B parameters. A profile replaces those that
+another size needs. A config file and the command line replace both.
+docs/how-to/choose-a-profile.md has the table with the source of each value.
+"""
+
+from pathlib import Path
+from typing import Any
+
+PROFILES: dict[str, dict[str, Any]] = {
+    "small": {
+        "drafter.layers": 2,
+        "drafter.block_size": 8,
+        "drafter.draft_vocab": 8192,
+        "train.steps": 150,
+        "train.batch_size": 4,
+        "train.anchors": 32,
+        "train.max_length": 0,
+        "train.optimizer": "muon",
+        "train.lr": 2e-2,
+        "train.warmup": 0.05,
+        "train.val_every": 75,
+        "train.checkpoint_every": 100,
+        "verify.repeats": 2,
+    },
+    "8b": {},
+    "70b": {"train.shard": "fsdp", "train.micro_batch": 1},
+}
+LARGEST = {"small": 4 << 30, "8b": 80 << 30}
+"""Bytes of weights up to which a profile is meant: 2 B and 40 B parameters in bfloat16."""
+
+
+def profile_of(target: Path) -> str:
+    """The profile for the target in this folder; small without one, as the built-in target is."""
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors") if path.is_file())
+    return next((name for name, largest in LARGEST.items() if size <= largest), "70b")

@@ -1,0 +1,67 @@
+"""From traffic to features: the demo's clients, ingest, harvest."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jobs.base.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ingest:
+    """Request logs to traffic/."""
+
+    logs: list[str] = setting([], "log files, folders or globs; empty: <work>/capture", path=True)
+    default_domain: str = setting("default", "domain of a request that names none")
+    models: list[str] = setting(
+        [], "model names the target answers under; empty: the one name that the logs hold"
+    )
+    min_output_tokens: int = setting(2, "shorter answers are not used", minimum=2)
+    val_percent: int = setting(
+        10, "share of conversations held out for checkpoint choice", minimum=0
+    )
+    test_percent: int = setting(10, "share of conversations held out for evaluation", minimum=0)
+    max_reject_rate: float = setting(
+        0.05,
+        "stop when a larger share of records, beyond chance, is damaged or cannot be trusted",
+        minimum=0,
+    )
+
+    def __post_init__(self) -> None:
+        held_out = self.val_percent + self.test_percent
+        if held_out >= 100:
+            raise ValueError(
+                f"ingest.val_percent + ingest.test_percent = {held_out}: nothing is left "
+                "to train on, lower one of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Harvest:
+    """Traffic to features/: one teacher-forced pass of the target."""
+
+    backend: Literal["transformers", "vllm"] = setting(
+        "transformers", "engine that runs the target"
+    )
+    workers: int = setting(1, "Ray actors, each with its own target", minimum=1)
+    samples_per_shard: int = setting(64, "samples in one feature file", minimum=1)
+    batch_tokens: int = setting(4096, "tokens in one forward pass, padding included", minimum=1)
+    top_k: int = setting(
+        0,
+        "tokens whose log-probability under the target is kept per answer position, for "
+        "train.loss=argmax (1 is enough) and kl; 0: none",
+        minimum=0,
+    )
+    max_reject_rate: float = setting(
+        0.05, "stop when a larger share of samples is set aside, beyond chance", minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demo:
+    """The simulated clients of the demo."""
+
+    tickets: int = setting(140, "prompts of the narrow domain", minimum=1)
+    general: int = setting(20, "prompts of the general domain", minimum=1)
+    max_tokens: int = setting(80, "longest answer", minimum=8)
+    concurrency: int = setting(32, "clients at the same time", minimum=1)
+    seed: int = setting(0, "seed of the prompts", minimum=0)
