@@ -46,8 +46,12 @@ demo: $(INSTALLED)  ## turn the whole loop once, with a real model, in runs/demo
 TWICE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
-test: $(INSTALLED)  ## all tests, end to end ones included
-	$(BIN)/python -m pytest $(TWICE) $(ARGS)
+test: $(INSTALLED)  ## all tests but those of test-long; real servers and clusters included
+	$(BIN)/python -m pytest $(TWICE) -m "not long" $(ARGS)
+
+.PHONY: test-long
+test-long: $(INSTALLED)  ## the whole loop on the real target, in float32 and in bfloat16
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 .PHONY: test-fast
 test-fast: $(INSTALLED)  ## the tests that take seconds

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 COMMON = [
     "train.checkpoint_every=20",

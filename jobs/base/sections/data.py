@@ -60,8 +60,8 @@ class Harvest:
 class Demo:
     """The simulated clients of the demo."""
 
-    tickets: int = setting(140, "prompts of the narrow domain", minimum=1)
+    tickets: int = setting(120, "prompts of the narrow domain", minimum=1)
     general: int = setting(20, "prompts of the general domain", minimum=1)
-    max_tokens: int = setting(80, "longest answer", minimum=8)
+    max_tokens: int = setting(64, "longest answer", minimum=8)
     concurrency: int = setting(32, "clients at the same time", minimum=1)
     seed: int = setting(0, "seed of the prompts", minimum=0)
