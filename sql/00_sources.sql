@@ -1,27 +1,29 @@
--- Loaded before every question. acceptance_rows, reject_rows and promotion_rows are what the manifests
--- publish, traffic_rows what store.traffic_table reads (jobs/sql.py): repeats merged, split by group. Here
--- they get their macros and derived columns.
+-- Loaded before every question. jobs/dataset/queries.py provides the tables. acceptance_rows and
+-- reject_rows hold what the manifests publish, promotion_rows the records of promotions, and set_aside_rows
+-- the samples that harvest left out. traffic_rows holds what store.traffic_table reads, with repeated
+-- samples merged and the split decided by group. This file adds macros, and views with derived columns.
 
--- Days are days in UTC, whatever the machine's own zone is.
+-- Days are in UTC, whatever the time zone of the machine is.
 set timezone = 'UTC';
 
--- Acceptance length: tokens per round, pooled over the rows of the group (a ratio of sums).
+-- Acceptance length tau: tokens per round, pooled over the rows of the group (a ratio of sums).
 create macro tau(accepted) as
     sum(coalesce(list_sum(accepted), 0) + len(accepted)) / nullif(sum(len(accepted)), 0);
 
--- The mean of per-request acceptance lengths: another number, so another name.
+-- The mean of per-request acceptance lengths. It differs from tau, so it has its own name.
 create macro tau_macro(accepted) as
     avg(case when len(accepted) > 0 then list_sum(accepted) / len(accepted) + 1 end);
 
--- Share of rounds in which draft `k` was accepted (joint, as vLLM counts): 1-based.
+-- Share of all rounds in which draft `k` was accepted (joint rate, as vLLM counts). k starts at 1.
 create macro accept_rate_at(accepted, k) as
     sum(len(list_filter(accepted, lambda a: a >= k))) / nullif(sum(len(accepted)), 0);
 
--- The domain of a group, '(all)' for the sum over them: a client may have called one that, too.
+-- The domain of a group, or '(all)' for the total over all domains. A client's own domain named '(all)' is
+-- shown in double quotes.
 create macro domain_or_all(domain, is_sum) as
     if(is_sum = 1, '(all)', if(domain = '(all)', '"(all)"', domain));
 
--- One row per request and origin. Rows compare only where target, k and sampling agree.
+-- One row per request and origin. Compare rows only where target, k and sampling are the same.
 create view acceptance as
 select
     request_id,
@@ -45,7 +47,7 @@ select
     replica
 from acceptance_rows;
 
--- One row per sample; counts instead of lists, so that questions stay narrow.
+-- One row per sample. Token lists are replaced by their lengths, so that questions read less data.
 create view traffic as
 select
     sample_id,
@@ -75,8 +77,8 @@ create view rejects as
 select file, "offset", reason, octet_length(raw) as raw_bytes
 from reject_rows;
 
--- Samples that harvest left out, per features key; detail is JSON: detail ->> 'wrong'. backend and
--- dtype computed the features, null in rows of before.
+-- Samples that harvest left out, per features key. detail is JSON, for example detail ->> 'wrong'. backend
+-- and dtype say what computed the features; they are null in older rows.
 create view set_aside as
 select sample_id, target_id, features_key, domain, reason, detail, tokens, found_at, backend, dtype
 from set_aside_rows;
@@ -96,7 +98,7 @@ select
     evidence
 from promotion_rows;
 
--- The drafter that serves now: the latest decision that moved the champion.
+-- The current champion: the drafter of the latest decision that changed it.
 create view champion as
 select to_version as version, to_drafter as drafter_version, decided_at
 from promotions

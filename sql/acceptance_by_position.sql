@@ -1,5 +1,5 @@
--- How far does a draft get? Share of rounds in which draft token `position` was accepted, and the
--- share among the rounds that got as far as the position before.
+-- How many drafts of a round are accepted? The share of all rounds in which the draft at `position` was
+-- accepted, and the share among the rounds in which the draft before it was accepted.
 with requests as (
     select origin, drafter_version, k, temperature, accepted, rounds, target_id
     from acceptance

@@ -1,4 +1,4 @@
--- Is another drafter better than the champion on the very same samples? Rows are paired by sample
+-- Is another drafter better than the champion on the same samples? Rows are paired by sample
 -- and by everything else that changes acceptance: origin, k, temperature, target.
 with champion_rows as (
     select a.sample_id, a.origin, a.k, a.temperature, a.target_id, a.domain, a.accepted
@@ -39,7 +39,7 @@ final as (
         tau(champion_accepted) as champion_tau,
         tau(challenger_accepted) as challenger_tau,
         tau(challenger_accepted) - tau(champion_accepted) as gain_tokens_per_round,
-        -- fewer rounds for the same text is a win
+        -- a win: fewer rounds for the same text
         count(*) filter (len(challenger_accepted) < len(champion_accepted)) as wins,
         count(*) filter (len(challenger_accepted) > len(champion_accepted)) as losses
     from pairs

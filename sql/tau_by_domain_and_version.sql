@@ -1,4 +1,4 @@
--- How many tokens does a round give, by drafter and domain?
+-- How many tokens does a round produce, by drafter and domain?
 with requests as (
     select
         target_id,

@@ -1,4 +1,4 @@
--- Does a drafter get worse behind long prompts? Tau by prompt length, in octaves of tokens.
+-- Does a drafter get worse after long prompts? Tau by prompt length in tokens, grouped by powers of two.
 with requests as (
     select
         target_id,

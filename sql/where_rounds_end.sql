@@ -1,5 +1,5 @@
--- Where do rounds end? Share of rounds in which draft `draft` was rejected, in which all drafts were
--- accepted, in which the answer ended first, and in which there was no room for a draft.
+-- Where do rounds end? The share of rounds in which the draft number `draft` was rejected, in which all
+-- drafts were accepted, in which the answer ended first, and in which there was no room for a draft.
 with requests as (
     select target_id, origin, drafter_version, k, temperature, accepted, drafted, rounds
     from acceptance
@@ -29,7 +29,7 @@ ended as (
         case
             when drafted = 0 then 'nothing drafted'
             when accepted = drafted then 'all accepted'
-            -- what was left of the answer, not the target, may have decided here
+            -- here the end of the answer, not the target, may have ended the round
             when round = last_round then 'answer ended'
             else 'rejected'
         end as ending,
