@@ -73,7 +73,7 @@ class _State:
     """The target's cache and the drafter's context, both ending just before the anchor."""
 
     def __init__(self, target: Target, drafter: Drafter | None):
-        from transformers import DynamicCache  # as in dflash/target_model.py
+        from transformers import DynamicCache  # imported late, as in dflash/target_model.py
 
         self.target, self.drafter, self.device = target, drafter, target.embedding.device
         self.cache = DynamicCache(config=target.model.config)

@@ -44,7 +44,7 @@ class Completion:
     finish_reason: str
     spec: dict[str, Any] | None
     top_logprobs: list[dict[int, float]]  # per output token, where `extra` asked for them
-    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # per prompt token, too
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # per prompt token
     started: float  # seconds since the epoch
     seconds: float
     decode_seconds: float | None  # from the first output token to the last, by vLLM's clock

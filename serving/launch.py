@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-GRACE_SECONDS = 5.0  # vLLM stops its processes in about one
+GRACE_SECONDS = 5.0  # vLLM stops its processes in about one second
 
 
 def main() -> None:

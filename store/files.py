@@ -59,7 +59,7 @@ def commit(
             if overwrite:
                 os.replace(temporary, path)
             else:
-                os.link(temporary, path)  # fails if the name is taken: no half-written winner
+                os.link(temporary, path)  # fails if the name is taken, and is complete if not
         fsync_folder(path.parent)
         return True
     except FileExistsError:
