@@ -1,22 +1,22 @@
-"""The one definition of acceptance: tau, its macro mean, acceptance by position, the end cut.
+"""The one definition of acceptance: tau, tau_macro, acceptance by position, the cut at the end.
 
-The first output token comes from prefill and belongs to no round. A round whose anchor is
-output token a drafts what follows it; `accepted` of its drafts are kept and one more token, the
-target's own, ends the round: a moves by accepted + 1. So for one request
-`sum(accepted + 1) == output tokens - 1`, and tau pools that over requests: a ratio of sums.
+The first output token comes from prefill and belongs to no round. A round starts at an output token
+a, its anchor, and drafts the tokens after it. The target keeps `accepted` of the drafts and adds
+one token of its own, so a moves on by accepted + 1. Hence, for one request,
+`sum(accepted + 1) == output tokens - 1`. Tau pools this over requests: it is a ratio of sums.
 """
 
 from collections.abc import Mapping, Sequence
 
 Accepted = Sequence[Sequence[int]]
-"""Per request the accepted drafts of each round, 0..K."""
+"""For each request the number of accepted drafts of each round, 0..K."""
 
 
 def cut_at_end(accepted: Sequence[int], num_output: int) -> list[int]:
     """Accepted counts of one request, cut so that they emit num_output - 1 tokens.
 
-    vLLM counts drafts that matched after the end of text or after the length limit; they were
-    never emitted. Example: rounds [3, 5] of an answer of 7 tokens emit 4 + 2, so [3, 1].
+    vLLM also counts drafts that matched after the end of text or after the length limit, although
+    they were never emitted. Example: rounds [3, 5] of an answer of 7 tokens emit 4 + 2, so [3, 1].
     Raises ValueError if the rounds cannot have made that many tokens.
     """
     left, cut = num_output - 1, []
@@ -48,8 +48,8 @@ def tau(accepted: Accepted) -> float:
 
 
 def tau_of_counts(tokens: int, rounds: int) -> float:
-    """Tau where only sums are known: tokens after the first of each answer, and rounds, whether
-    these drafted or not. 6 tokens in 3 rounds -> 2.0. Raises ValueError without rounds.
+    """Tau from sums. tokens: output tokens without the first of each answer. rounds: all rounds,
+    with drafts or without. 6 tokens in 3 rounds -> 2.0. Raises ValueError without rounds.
     """
     if rounds == 0:
         raise ValueError("no rounds: every answer is a single token or there are no requests")
@@ -57,7 +57,10 @@ def tau_of_counts(tokens: int, rounds: int) -> float:
 
 
 def tau_macro(accepted: Accepted) -> float:
-    """Mean of per-request tau over requests with rounds. [[2, 0], [1]] -> (2 + 2) / 2 = 2.0."""
+    """Mean of per-request tau over requests with rounds. [[2, 0], [1]] -> (2 + 2) / 2 = 2.0.
+
+    Raises ValueError without rounds.
+    """
     each = [tau([request]) for request in accepted if request]
     if not each:
         raise ValueError("no rounds: every answer is a single token or there are no requests")
@@ -65,9 +68,9 @@ def tau_macro(accepted: Accepted) -> float:
 
 
 def positions(accepted: Accepted, num_drafts: int) -> list[float]:
-    """Share of rounds in which draft k = 1..K was accepted (joint, as vLLM counts).
+    """Share of all rounds in which draft k = 1..K was accepted (the joint rate, as vLLM counts).
 
-    [[2, 0], [1]], K=2 -> [2/3, 1/3]. The sum plus 1 is tau.
+    [[2, 0], [1]], K=2 -> [2/3, 1/3]. The sum plus 1 is tau. Raises ValueError without rounds.
     """
     counts = [count for request in accepted for count in request]
     if not counts:
@@ -76,14 +79,14 @@ def positions(accepted: Accepted, num_drafts: int) -> list[float]:
 
 
 def geometric_tau(alpha: float, num_drafts: int) -> float:
-    """Tau if every draft were accepted with chance alpha, whatever its place: the classic model
+    """Tau if a draft at any position were accepted with probability alpha: the classic model
     (1 - alpha^(K+1)) / (1 - alpha) of arXiv 2211.17192. alpha 0.5, K 2 -> 1.75.
     """
     return sum(alpha**k for k in range(num_drafts + 1))
 
 
 def fit_alpha(tau_by_k: Mapping[int, float]) -> float:
-    """The alpha in 0..1, to four digits, that is nearest to the measured tau(K) in least squares.
+    """The alpha in 0..1, to four digits, that fits the measured tau(K) best in least squares.
 
     Raises ValueError without a measurement.
     """

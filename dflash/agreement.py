@@ -1,8 +1,8 @@
-"""Did this target write this answer? Its logits against the recorded tokens, over all of them.
+"""Did this target write this answer? Its logits are compared with all recorded tokens together.
 
-Two correct engines round differently, so where two logits nearly tie either token may win. Rounding
-errors grow with the numbers that are rounded, so a bound is relative to the largest logit of its
-position. Where the constants come from: docs/decisions/030-evidence-of-an-answer.md.
+Two correct engines round differently, so where two logits nearly tie, either token may win.
+Rounding errors grow with the numbers that are rounded, so a bound is relative to the largest logit
+of its position. Where the constants come from: docs/decisions/030-evidence-of-an-answer.md.
 """
 
 import math
@@ -15,35 +15,41 @@ from torch import Tensor
 from dflash.target_model import ROWS_PER_CHUNK
 
 TIES = {torch.float32: 3e-5, torch.bfloat16: 0.0234, torch.float16: 0.003}
-"""Gap of two logits that rounding in this dtype may decide either way, relative to the largest
-absolute logit of the position. bfloat16: three units in the last place."""
+"""The tie bound: up to this gap, rounding in this dtype may decide which of two logits is larger.
+It is relative to the largest absolute logit of the position. bfloat16: three units in the last
+place."""
 TYPICAL_LOGIT = 32.0
-"""Largest absolute logit where only log-probabilities are known (an engine's answer)."""
+"""Largest absolute logit to assume where only log-probabilities are known (an engine's answer)."""
 
 MOST_OF_ONE = 8.0
 ALLOWED, ALLOWED_PER_TOKEN = 6.0, 0.1
-"""A greedy answer is another's if the sum of its gaps in units of the tie bound (those above 1,
-each counted up to MOST_OF_ONE) exceeds ALLOWED + ALLOWED_PER_TOKEN x positions."""
+"""A greedy answer is taken for another model's if its score exceeds ALLOWED + ALLOWED_PER_TOKEN x
+positions. The score sums the logit gaps in units of the tie bound. A gap up to 1 unit counts 0, a
+larger one counts at most MOST_OF_ONE."""
 
 FLATTER = (0.0, 0.25, 0.5, 0.75)
 LOWEST_TEMPERATURE = 0.5
 MOST_SURPRISE = math.log(1e5)
-"""A sampled answer is another's if the odds against the target exceed 100,000 to one: those of
-the mean of p ** FLATTER (normalised, at each position) against p, the target's distribution at the
-temperature, at least LOWEST_TEMPERATURE (below it rounding decides). Under the target they do so in
-one of 100,000 answers, whatever their length (Ville); top_k, top_p and min_p only lower them."""
+"""A sampled answer is taken for another model's if the odds against the target exceed 100,000 to 1;
+this is their logarithm. Let p be the target's distribution at the answer's temperature, but at no
+less than LOWEST_TEMPERATURE, below which rounding decides. The odds divide a mean probability of
+the answer by its probability under p. The mean is over flatter distributions: p ** f, normalised at
+each position, for every f in FLATTER. For an answer of the target, the odds exceed the limit with a
+probability of at most 1 in 100,000, whatever its length (Ville's inequality). top_k, top_p and
+min_p only lower the odds."""
 
 
 def tie_bound(dtype: torch.dtype, largest_logit: float = TYPICAL_LOGIT) -> float:
-    """Gap of two logits (or log-probabilities) that correct engines may decide either way."""
+    """Gap of two logits (or log-probabilities) up to which correct engines may choose either."""
     return TIES[dtype] * largest_logit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What the positions of an answer say against the target having written it.
+    """Evidence in the positions of an answer that the target did not write it.
 
-    wrong: positions whose logit gap exceeds the tie bound. largest_gap: in logits, of all.
+    wrong: number of positions whose logit gap exceeds the tie bound. largest_gap: the largest of
+    all positions, in logits. score: all evidence in one number; above `limit` it is too much.
     """
 
     positions: int
@@ -62,14 +68,14 @@ class Evidence:
 def evidence(last_TH: Tensor, head: Tensor, ids: Tensor, temperature: float) -> Evidence:
     """Judge recorded ids [T]; last [T, H] are the hidden states (after the final norm) before each.
 
-    head [V, H]. temperature 0: every token must be the argmax, near ties aside. Above: the tokens
-    must not be too improbable. The logits of one chunk of positions at a time are in memory.
+    head [V, H]. At temperature 0, every token must be the argmax, except at near ties. Above 0, the
+    tokens must not be too improbable. Only one chunk of logits is in memory at a time.
     """
     scores, gaps, units = [], [], []
     for logits, recorded in _chunks(last_TH, head, ids):
         gap = logits.amax(-1) - logits.gather(1, recorded[:, None])[:, 0]
         gaps.append(gap)
-        # Of the dtypes that serve, the coarsest: which one wrote the answer is not recorded.
+        # The coarsest dtype that servers use: that of the one which answered is not recorded.
         units.append(gap / (TIES[torch.bfloat16] * logits.abs().amax(-1)))
         if temperature:
             scores.append(_odds(logits / max(temperature, LOWEST_TEMPERATURE), recorded))

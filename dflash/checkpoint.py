@@ -31,15 +31,15 @@ BORROWED = (
     "verifier_norm.weight",
     "t2d",
 )
-"""Tensors some folders carry that the target owns (or that vLLM ignores); skipped on reading,
-but for the head of a reduced vocabulary."""
+"""Tensors that some folders contain although the target owns them or vLLM ignores them. They are
+skipped when reading, except the head of a reduced vocabulary."""
 
 
 def save_drafter(drafter: Drafter, folder: str | os.PathLike, dtype: torch.dtype) -> Path:
     """Write a drafter as a folder that vLLM and z-lab's client load unchanged.
 
     The weights are renamed into place before config.json, so a folder with a config is complete.
-    A zero-step training of a loaded drafter in the same dtype is bit-identical to its base.
+    A drafter that is loaded and saved in the same dtype, without a training step, keeps every bit.
     """
     state = {k: cast(v.detach().cpu(), dtype) for k, v in drafter.state_dict().items()}
     return write_folder(folder, state, drafter.cfg.to_json(str(dtype).removeprefix("torch.")))
@@ -70,7 +70,7 @@ def convert_folder(
     """Rewrite a drafter folder of either format as `form`: zlab or speculators; tensors unchanged.
 
     target: folder of the target; verifier: its name in a speculators config. Returns the config.
-    Raises ValueError if `dest` holds a drafter, or if `form` cannot say what the drafter does.
+    Raises ValueError if `dest` holds a drafter, or if `form` cannot express what the drafter does.
     """
     if (Path(dest) / "config.json").exists():
         raise ValueError(f"{dest} holds a drafter already: choose another convert.dest")
@@ -87,8 +87,8 @@ def convert_folder(
 def read_config(folder: str | os.PathLike, target_layers: int | None = None) -> DrafterConfig:
     """The config of a drafter folder. Raises ValueError naming the folder and the fault.
 
-    target_layers: the target's number of layers; given, speculators' format, which does not tell
-    it, is read too.
+    target_layers: the target's number of layers. If it is given, speculators' format is read too,
+    which does not contain it.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -181,14 +181,16 @@ def check_tensors(found: dict[str, torch.Tensor], cfg: DrafterConfig, path: Path
 
 
 ENGINE_READS = (".json", ".safetensors", ".pt", ".bin")
-"""Suffixes of what an engine reads in a drafter folder; prose and pictures may come and go."""
+"""Suffixes of the files that an engine reads in a drafter folder. Other files, such as a README, do
+not change a drafter's identity."""
 
 
 def drafter_sha256(folder: str | os.PathLike) -> str:
     """The identity of a drafter version: hex sha256 over every file that an engine reads.
 
-    The weights alone do not say what is served: another rms_norm_eps in config.json halves tau.
-    Hidden files (unfinished writes) do not count. Raises ValueError for a folder without weights.
+    The weights alone do not determine what is served: another rms_norm_eps in config.json halves
+    tau. Hidden files (unfinished writes) do not count. Raises ValueError for a folder without
+    weights.
     """
     digest = hashlib.sha256()
     for path in engine_files(folder):
@@ -197,7 +199,7 @@ def drafter_sha256(folder: str | os.PathLike) -> str:
 
 
 def engine_files(folder: str | os.PathLike) -> list[Path]:
-    """What an engine reads of a drafter folder, by name. ValueError for one without weights."""
+    """The files an engine reads of a drafter folder, sorted. ValueError for one without weights."""
     folder = Path(folder)
     if not (folder / WEIGHTS).is_file():
         raise ValueError(f"{folder} has no {WEIGHTS}")

@@ -1,14 +1,16 @@
-"""Between the two config.json formats of DFlash drafters: z-lab's (ours) and speculators'.
+"""Conversion between the two config.json formats of DFlash drafters: z-lab's (ours), speculators'.
 
-Tensors are the same in both; what differs is where options live and what ids mean. Facts were
-read in speculators 0.9.0 (models/dflash) and vLLM 0.32 (transformers_utils/configs/speculators).
+The tensors are the same in both. What differs is where options stand and how layer ids count. The
+facts below are from the source of speculators 0.9.0 (models/dflash) and of vLLM 0.32
+(transformers_utils/configs/speculators).
 
-- Layer ids: speculators counts residual streams (0 = embeddings), z-lab layer outputs: z-lab's id
-  is the other's minus 1.
-- Causality: speculators trains full layers bidirectional and sliding ones causal, unless
-  `sliding_window_non_causal`. vLLM reads that flag as the causality of *all* layers, and a missing
-  one as true. So full layers beside a false flag are served causal though trained bidirectional;
-  what is read here is what was trained, what is written here is served as it was trained.
+- Layer ids: speculators counts residual streams (0 = embeddings), z-lab counts layer outputs. So
+  z-lab's id is speculators' id minus 1.
+- Causality: speculators trains full layers bidirectional. It trains sliding layers causal, unless
+  `sliding_window_non_causal` is true. vLLM applies this flag to *all* layers, and takes a missing
+  one for true. So beside a false flag, it serves full layers as causal although they were trained
+  bidirectional. Reading here gives what was trained. Writing here makes vLLM serve what was
+  trained.
 """
 
 from typing import Any
@@ -23,7 +25,7 @@ NOT_IN_LAYERS = (
     "is_causal",
     "draft_vocab_size",
 )
-"""Keys of z-lab's config that are no part of speculators' `transformer_layer_config`."""
+"""Keys of z-lab's config that are not part of speculators' `transformer_layer_config`."""
 
 Json = dict[str, Any]
 
@@ -34,10 +36,11 @@ def is_speculators(raw: Json) -> bool:
 
 
 def to_zlab(raw: Json, num_target_layers: int) -> Json:
-    """The z-lab config of a speculators one; options that neither has pass through by name.
+    """The z-lab config of a speculators one; unknown options of the layers are copied by name.
 
-    `num_target_layers` is not in the format. Raises ValueError for another algorithm than dflash, a
-    missing key, or sliding layers that do not say whether they are causal.
+    num_target_layers: the target's number of layers, which speculators' format does not contain.
+    Raises ValueError for another algorithm than dflash, a missing key, or sliding layers that do
+    not say whether they are causal.
     """
     if raw["speculators_model_type"] != "dflash":
         raise ValueError(
@@ -52,7 +55,7 @@ def to_zlab(raw: Json, num_target_layers: int) -> Json:
     if sliding and raw.get("sliding_window_non_causal") is None:
         raise ValueError(
             "sliding layers without sliding_window_non_causal: speculators trains them causal, "
-            "vLLM serves them bidirectional; write the one that is meant into config.json"
+            "vLLM serves them bidirectional; set it in config.json to what was trained"
         )
     passed = ("block_size", "draft_vocab_size", "target_hidden_size", "sample_from_anchor")
     return {
@@ -71,7 +74,7 @@ def to_speculators(raw: Json, verifier: str, verifier_architectures: list[str]) 
     """The speculators config of a z-lab one that `DrafterConfig.to_json` wrote.
 
     verifier: name or path of the target. Raises ValueError for full causal layers, which
-    speculators cannot say.
+    speculators' format cannot express.
     """
     sliding = SLIDING in raw["layer_types"]
     if raw["is_causal"] and not sliding:

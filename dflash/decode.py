@@ -1,6 +1,6 @@
-"""The reference decoder: real draft/verify rounds with a Transformers target, one request.
+"""The reference decoder: real draft/verify rounds with a Transformers target, for one request.
 
-Slow and plain on purpose: replay, vLLM and z-lab's client are all judged against it.
+Slow and simple on purpose: replay, vLLM and z-lab's client are all judged against it.
 """
 
 from collections.abc import Sequence
@@ -36,11 +36,11 @@ def decode(
     probabilistic: bool = False,
     seed: int = 0,
 ) -> Decoded:
-    """Decode with a drafter in rounds of `num_drafts`, without one token by token.
+    """Decode in rounds of `num_drafts` drafts; without a drafter, token by token.
 
-    Drafts are the drafter's argmax, or, `probabilistic`, drawn from its distribution at the same
-    temperature (vLLM's draft_sample_method; its default is the argmax). Counts follow
-    dflash.acceptance: cut at the end of text, first token from prefill.
+    Drafts are the drafter's argmax. If `probabilistic`, they are drawn from its distribution at the
+    same temperature (vLLM's draft_sample_method; its default is the argmax). Accepted counts follow
+    dflash.acceptance: they are cut at the end of text, and the first token belongs to no round.
     """
     state = _State(target, drafter)
     draw = torch.Generator().manual_seed(seed)
@@ -73,7 +73,7 @@ class _State:
     """The target's cache and the drafter's context, both ending just before the anchor."""
 
     def __init__(self, target: Target, drafter: Drafter | None):
-        from transformers import DynamicCache  # as in dflash/target_model.py
+        from transformers import DynamicCache  # imported late, as in dflash/target_model.py
 
         self.target, self.drafter, self.device = target, drafter, target.embedding.device
         self.cache = DynamicCache(config=target.model.config)
@@ -82,7 +82,7 @@ class _State:
         self.length = 0
 
     def forward(self, ids: list[int], rows: int) -> Tensor:
-        """The target's logits [rows, V], float32 on the CPU, behind the last `rows` of the ids."""
+        """The target's logits [rows, V] after each of the last `rows` ids, float32 on the CPU."""
         taps = self.drafter.cfg.target_layer_ids if self.drafter else ()
         with Taps(self.target.model, taps) as tapped:
             hidden = backbone(self.target.model)(
@@ -108,7 +108,7 @@ class _State:
             self.cache.crop(-excess)
 
     def propose(self, anchor_token: int, num_drafts: int) -> Tensor:
-        """The drafter's logits [K, V] behind the anchor, on the CPU: all drawing is there."""
+        """The drafter's logits [K, V] after the anchor, on the CPU, where all random draws are."""
         assert self.drafter is not None
         anchor, position = torch.tensor([[[anchor_token]], [[self.length]]], device=self.device)
         embedding = self.target.embedding

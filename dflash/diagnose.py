@@ -1,9 +1,9 @@
-"""Which one fault explains a drafter: its drafts again, under one changed assumption each.
+"""Which single fault explains a drafter: draft again, with one assumption changed at a time.
 
-The table of hypotheses answers two questions. What an engine drafted on known contexts: which
-change to our forward gives the same tokens? And without an engine: under which change does the
-drafter accept more than under its own config? An engine that computes something else shows in the
-first, a folder whose taps, RoPE or mask token are mislabelled in the second.
+The table of hypotheses answers two questions. First, an engine has drafted on known contexts: which
+change to our forward gives the same tokens? This finds an engine that computes something else.
+Second, without an engine: under which change are more drafts right than under the drafter's own
+config? This finds a folder whose config has wrong taps, RoPE or mask token.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,22 +20,22 @@ from dflash.replay import Request
 from dflash.target_model import Target
 
 ROUNDS = 64
-"""Rounds on which hypotheses are compared: more would only repeat the answer."""
+"""Rounds on which hypotheses are compared: more would not change the answer."""
 ROWS = 256
-"""Positions whose logits over the whole vocabulary are held at a time."""
+"""Positions whose logits over the whole vocabulary are in memory at a time."""
 ANCHORS = 32
-"""Anchors per answer on which readings of config.json are compared."""
+"""Anchors per answer on which hypotheses about config.json are compared (`fits_better`)."""
 REPRODUCED = 0.98
-"""Share of drafts a hypothesis must give again to be named as the cause: all but near ties."""
+"""Share of drafts that a hypothesis must reproduce, up to near ties, to be named as the cause."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """A prompt with its greedy answer, and what the target computed on it.
 
-    ids [P + n] int64; layers: layer id -> output [P + n, H]; gaps [n] float32: by how many logits
-    the target's argmax beats the answer's token, relative to the largest absolute logit of the
-    position; 0 where it is the answer's token. All on the CPU, whatever computed them.
+    ids [P + n] int64. layers: layer id -> output [P + n, H]. gaps [n] float32: the logit of the
+    target's argmax minus that of the answer's token, divided by the largest absolute logit of the
+    position; 0 where the two are the same token. All on the CPU, whatever device computed them.
     """
 
     ids: Tensor
@@ -44,7 +44,7 @@ class Answer:
     gaps: Tensor
 
     def request(self, taps: Sequence[int], shift: int = 0) -> Request:
-        """The answer with its features, taps moved by `shift`."""
+        """The answer as a request for replay, its features read `shift` layers beside the taps."""
         features = torch.cat([self.layers[tap + shift] for tap in taps], dim=-1)
         return Request(self.ids, self.num_prompt, features)
 
@@ -56,9 +56,9 @@ def read_answer(
     output: Sequence[int],
     shifts: Sequence[int] = (-1, 0, 1),
 ) -> Answer:
-    """One teacher-forced pass over prompt + output, with the layers at these `shifts` of the taps.
+    """One teacher-forced pass over prompt + output. Keeps the layers at these `shifts` of each tap.
 
-    The whole answer is in memory: `shifts=(0,)` keeps no more of it than replay reads.
+    The whole answer is in memory. With `shifts=(0,)` it holds no more layers than replay reads.
     """
     near = {tap + shift for tap in cfg.target_layer_ids for shift in shifts}
     layers = sorted(near & set(range(target.num_layers)))
@@ -74,9 +74,7 @@ def read_answer(
 
 
 def _gaps(target: Target, last: Tensor, tokens: Tensor) -> Tensor:
-    """By how much of the largest logit the argmax behind each row of `last` [n, H] beats its token
-    [n].
-    """
+    """`Answer.gaps` from hidden states `last` [n, H] and the tokens [n] that follow them."""
     found = []
     for rows, mine in zip(last.split(ROWS), tokens.split(ROWS), strict=True):
         logits = target.logits(rows).float().cpu()
@@ -118,9 +116,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A draft the engine made otherwise: our logit of `ours` is `gap` above that of `theirs`.
+    """A draft that differs from the engine's: our logit of `ours` is `gap` above that of `theirs`.
 
-    largest: the largest absolute logit of this slot, by which a gap is small or large.
+    largest: the largest absolute logit of this slot. The gap is judged relative to it.
     """
 
     trace: str
@@ -144,7 +142,7 @@ class Agreement:
         return [m for m in self.mismatches if m.gap < ties * m.largest]
 
     def beyond(self, ties: float) -> int:
-        """Mismatches that are no near ties."""
+        """Number of mismatches that are not near ties."""
         return len(self.mismatches) - len(self.near_ties(ties))
 
     def share(self, ties: float) -> float:
@@ -161,9 +159,10 @@ def compare(
     traces: Sequence[Trace],
     max_rounds: int | None = None,
 ) -> Agreement:
-    """Drafts under a hypothesis against the traces', in at most `max_rounds` rounds of them.
+    """Compare drafts under a hypothesis with those of the traces, in their first `max_rounds`
+    rounds (None: all).
 
-    Raises ValueError without a draft.
+    Raises ValueError if the traces hold no draft.
     """
     changed = hypothesis.change(drafter)
     total, mismatches, left = 0, [], max_rounds or sum(len(t.accepted) for t in traces)
@@ -190,8 +189,9 @@ def own_noise(
     traces: Sequence[Trace],
     again: Callable[[Trace], Tensor],
 ) -> Agreement:
-    """What rounding alone turns around: our drafts against `again`, ours once more [R, K], from a
-    forward of another precision. An engine rounds in its own way and may differ twice as much.
+    """Which drafts rounding alone changes: our drafts against `again(trace)`, our drafts [R, K]
+    from a forward in another precision. An engine rounds in its own way and may differ twice as
+    much.
     """
     mismatches = []
     for trace in traces:
@@ -216,7 +216,7 @@ def draft_logits(
 ) -> Tensor:
     """Logits [N, K, V] of the drafts after each anchor [N] of one answer, in one forward.
 
-    Computed where the embedding is, returned on the CPU.
+    Computed on the embedding's device, returned on the CPU.
     """
     context = drafter.context(request.features[None].to(embedding))
     tokens = request.ids[anchors][None].to(embedding.device)
@@ -227,7 +227,7 @@ def draft_logits(
 
 
 def largest_logit(logits: Tensor) -> Tensor:
-    """Largest absolute logit of each row of [..., V], tokens that cannot be drafted aside."""
+    """Largest absolute logit of each row of [..., V], without tokens that cannot be drafted."""
     return torch.maximum(
         logits.max(-1).values, -logits.masked_fill(logits.isinf(), 0).min(-1).values
     )
@@ -259,11 +259,13 @@ def explain(
     ties: float,
     noise: float = 0.0,
 ) -> tuple[Hypothesis | None, list[tuple[Hypothesis, float]]]:
-    """The hypothesis behind drafts that differ, and all with the share they give again, best first.
+    """(the hypothesis that explains drafts that differ from ours, all hypotheses with the share of
+    the drafts that each reproduces, best first).
 
-    It is None unless the best gives REPRODUCED of the drafts again, among them nine of ten that we
-    draft otherwise: a change that hardly matters would give most of any drafts again. `noise`: the
-    share of drafts that rounding alone may change beyond near ties; it is forgiven.
+    The first is None unless the best hypothesis reproduces REPRODUCED of all drafts, and nine of
+    ten of those that differ as configured. The second condition is there because a change with
+    little effect reproduces most drafts anyway. noise: the share of drafts that rounding alone may
+    change beyond near ties; so many may differ.
     """
 
     def share(hypothesis: Hypothesis) -> float:
@@ -286,9 +288,9 @@ def fits_better(
 ) -> list[tuple[Hypothesis, float, float]]:
     """Hypotheses under which clearly more drafts are right than as configured, the best first.
 
-    With each, the mean number of right drafts in a row (of `num_drafts`) after the same anchors
-    under it and as configured. Clearly: by 2 %, and by four standard errors of the paired
-    difference. Empty for a drafter that was never trained: it is right under no reading.
+    Each comes with two means over the same anchors: the number of right drafts in a row (at most
+    `num_drafts`) under it, and as configured. "Clearly" means by 2 %, and by four standard errors
+    of the paired difference. Empty for an untrained drafter: it is right under no hypothesis.
     """
     own = in_a_row(AS_CONFIGURED, drafter, embedding, head, answers, num_drafts)
     found = []
@@ -310,7 +312,9 @@ def in_a_row(
     answers: Sequence[Answer],
     num_drafts: int,
 ) -> Tensor:
-    """Right drafts in a row, float64, after up to ANCHORS evenly spaced anchors of each answer."""
+    """Number of right drafts in a row after each of up to ANCHORS evenly spaced anchors per answer:
+    float64 [anchors of all answers], a single 0 if no answer is long enough.
+    """
     changed, found = hypothesis.change(drafter), []
     for answer in answers:
         first, last = answer.num_prompt, len(answer.ids) - 1 - num_drafts

@@ -1,7 +1,7 @@
-"""The replay mix: how much of the training comes from other domains than the adapted one.
+"""The replay mix: how much of the training data comes from other domains than the adapted one.
 
-Shares are counted in supervised block tokens, the unit of the loss, not in samples: a long answer
-weighs more than a short one.
+Shares are counted in supervised block tokens, the unit of the loss, not in samples, because a long
+answer weighs more than a short one.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,13 @@ class Mix:
 def replay_mix(
     domains: Sequence[str], weights: Sequence[float], domain: str, token_share: float
 ) -> Mix:
-    """Who is drawn how often, so that others give `token_share` of the block tokens.
+    """How often to draw samples of other domains, so that they give `token_share` of the block
+    tokens.
 
-    weights: block tokens of each sample. With means d in the domain and g in the others, a share p
-    of the picks gives p*g / (p*g + (1-p)*d) of the tokens. Without a domain all are `main`.
-    Raises ValueError for a domain without samples, and for a share without others.
+    weights: block tokens of each sample. Let their mean be d in the domain and g in the others. A
+    share p of picks from the others then gives p*g / (p*g + (1-p)*d) of the tokens. If `domain` is
+    empty, all samples are `main`. Raises ValueError for a domain without samples, and for a share
+    without other domains.
     """
     main = tuple(i for i, name in enumerate(domains) if not domain or name == domain)
     others = tuple(i for i, name in enumerate(domains) if domain and name != domain)
@@ -54,9 +56,10 @@ def block_tokens(
 ) -> float:
     """Supervised slots that a sample gives on average when `anchors` of its anchors are drawn.
 
-    A block counts up to its first unsupervised token. Of random blocks slot k of K is there in
-    (K - k + 1) / K of the steps. A mask that ends in 4 answer tokens, K = 3: its anchors give 3, 2
-    and 1 slots, with two of the three drawn 4.0; random blocks give 2/3 of 3 + 2 * 2/3 + 1/3 = 3.1.
+    A block counts up to its first unsupervised token. With random blocks, slot k of K exists in
+    (K - k + 1) / K of the steps. Example: a mask that ends in 4 answer tokens, and K = 3. The three
+    anchors give 3, 2 and 1 slots, so two of them give 4.0 on average. With random blocks they give
+    2/3 * (3 + 2 * 2/3 + 1/3) = 3.1.
     """
     valid = valid_anchors(loss_mask)
     if not len(valid):

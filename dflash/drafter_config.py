@@ -12,9 +12,10 @@ class DrafterConfig:
     """Everything that fixes a drafter's tensors and its arithmetic.
 
     Field names are the keys of config.json (Hugging Face Qwen3 names); `target_layer_ids`
-    and `mask_token_id` live under its `dflash_config`. All layers attend alike: `sliding_window`
-    positions back (0: all), to later slots of the block unless `is_causal`. `draft_vocab_size`
-    tokens can be drafted (0: all); which ones, the drafter's d2t tells.
+    and `mask_token_id` live under its `dflash_config`. All layers have the same attention:
+    `sliding_window` positions back (0: all), and later slots of the block unless `is_causal`.
+    `draft_vocab_size` tokens can be drafted (0: all); the drafter's tensor d2t says which. Raises
+    ValueError for values that are out of range or do not fit together.
     """
 
     hidden_size: int
@@ -92,8 +93,8 @@ class DrafterConfig:
     def from_json(cls, raw: dict[str, Any]) -> "DrafterConfig":
         """Read a z-lab style config.json (ours or made elsewhere).
 
-        Raises ValueError for a missing key and for every option that changes the arithmetic
-        and that this code does not have (layers that differ, biases, scaled RoPE, ...).
+        Raises ValueError for a missing key, and for every option that changes the arithmetic and
+        is not supported here (layers that differ, biases, scaled RoPE, ...).
         """
         _refuse_unsupported(raw)
         dflash = raw.get("dflash_config") or {}
@@ -129,7 +130,7 @@ FULL = "full_attention"
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     """Evenly spaced layer ids, z-lab convention (id i = output of layer i = hidden_states[i+1]).
 
-    `round(1 + i * (L - 4) / (n - 1))`, one tap is L // 2; 24 layers, 5 taps: 1, 6, 11, 16, 21.
+    `round(1 + i * (L - 4) / (n - 1))`; a single tap is L // 2. 24 layers, 5 taps: 1, 6, 11, 16, 21.
     """
     if num_taps == 1:
         return (num_layers // 2,)
@@ -141,8 +142,8 @@ def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
     """Raise ValueError unless the ids are strictly increasing and below the last layer.
 
-    vLLM sorts and de-duplicates ids, so any other order would silently permute the features;
-    the last layer's output is not the same tensor in Transformers (after the final norm).
+    vLLM sorts and de-duplicates ids, so any other order would silently permute the features. The
+    last layer is excluded because Transformers gives its output after the final norm.
     """
     if not taps or any(b <= a for a, b in itertools.pairwise(taps)):
         raise ValueError(f"target_layer_ids {list(taps)} must be strictly increasing")
@@ -169,14 +170,15 @@ NEUTRAL: dict[str, Any] = {
     "sample_from_anchor": False,
     "use_aux_hidden_state": True,
 }
-"""Options that vLLM or z-lab's client read, each with the only value this code computes."""
+"""Options that vLLM or z-lab's client read, each with the only value that is supported here."""
 
 
 def _attention(raw: dict[str, Any]) -> tuple[int, bool]:
     """(sliding window or 0, causal) as vLLM 0.32 and z-lab's client resolve them.
 
-    Causal: `is_causal`, else `dflash_config.causal`, else sliding layers are and full ones are not.
-    A window counts only with `use_sliding_window`, without which Qwen3's config drops it.
+    Causal is `is_causal`, else `dflash_config.causal`, else true for sliding layers and false for
+    full ones. The window is `dflash_config.swa_window_size`, else `sliding_window`. The latter
+    counts only with `use_sliding_window`, because Qwen3's config drops it otherwise.
     """
     dflash = raw.get("dflash_config") or {}
     kinds = set(raw.get("layer_types") or [FULL])

@@ -1,7 +1,7 @@
-"""What can be wrong between a drafter and whoever runs it, each as a change to our own forward.
+"""What an engine or a config can get wrong about a drafter, each as a change to our own forward.
 
 A hypothesis turns a drafter into one that computes what the fault would compute, with the same
-weights: whatever reads a drafter (replay, drafting) then runs under the fault.
+weights. Code that takes a drafter (replay, drafting) then runs under the fault.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,9 +39,9 @@ ENGINE = "upgrade or patch the engine (`flywheel doctor`); do not serve this dra
 def hypotheses(
     cfg: DrafterConfig, thetas: Sequence[float], mask_ids: Sequence[int]
 ) -> list[Hypothesis]:
-    """Everything that is tried. `thetas`, `mask_ids`: the values others would have used instead.
+    """All hypotheses that are tried. thetas, mask_ids: values that may have been used instead.
 
-    Taps that would leave the target are not in it.
+    Shifts that would move a tap out of the target's layers are left out.
     """
     others = {
         "rope_theta": [theta for theta in dict.fromkeys(thetas) if theta != cfg.rope_theta],
@@ -87,14 +87,15 @@ def _with(drafter: Drafter, **methods: Callable) -> Drafter:
 
 
 def _position(shift: int) -> Callable[[Drafter], Drafter]:
-    # RoPE sees differences only: moving the context back is moving the block on.
+    # RoPE depends on differences only, so moving the context back equals moving the block forward.
     return lambda drafter: _with(
         drafter, context=lambda features, start=0: drafter.context(features, start - shift)
     )
 
 
 def _short_context(drafter: Drafter) -> Drafter:
-    # The mask hides what is at or after the anchor; both sides move, so distances stay.
+    # An anchor one place earlier hides the last context token. The context moves too, so that
+    # distances stay the same.
     return _with(
         drafter,
         context=lambda features, start=0: drafter.context(features, start - 1),
@@ -110,7 +111,7 @@ def _slots_shifted(drafter: Drafter) -> Drafter:
 
 
 def _first_key_norm(drafter: Drafter) -> Drafter:
-    """Only the context's keys: the block's own are normalised by an ordinary layer."""
+    """Only for the context's keys: the block's own keys are normalised inside each layer."""
     broken = _with(drafter)
     for layer in broken.layers:
         layer.self_attn.k_norm = drafter.layers[0].self_attn.k_norm
@@ -118,7 +119,7 @@ def _first_key_norm(drafter: Drafter) -> Drafter:
 
 
 def _interleaved(drafter: Drafter) -> Drafter:
-    """Rotating neighbours is rotating halves with the rows of q and k reordered."""
+    """Rotating neighbouring pairs equals rotating halves after reordering the rows of q and k."""
     dim = drafter.cfg.head_dim
     order = torch.arange(dim).view(-1, 2).T.flatten()  # evens, then odds
     state = drafter.state_dict()

@@ -1,7 +1,8 @@
-"""Who a target is: a hash of every byte of its folder that an engine reads.
+"""The identity of a target: a hash of every byte of its folder that an engine reads.
 
-A partial fine-tune changes single tensors, so all bytes count. They are read once: a digest is kept
-in the process, and that of a large file in the user's cache, by all that changes when a file does.
+A partial fine-tune changes single tensors, so all bytes count. They are read only once: digests are
+kept in memory, and those of large files also in the user's cache. A digest is found again by all
+that changes when a file does (`Stamp`).
 """
 
 import hashlib
@@ -17,18 +18,18 @@ from tqdm import tqdm
 READ = (".json", ".safetensors", ".jinja", ".model", ".tiktoken", ".py")
 READ_TOO = ("merges.txt", "vocab.txt")
 """What an engine reads of a target, by suffix and by name: config, generation config, quantisation,
-index, weights, tokenizer, templates, code. Prose, pictures and other formats of the weights may
-come and go."""
+index, weights, tokenizer, templates, code. Other files (a README, other formats of the weights) do
+not change the identity."""
 TEMPLATES = "additional_chat_templates"
-LARGE = 64 << 20  # bytes from which a digest is worth a file in the cache: a twentieth of a second
-ANNOUNCED = 4 << 30  # bytes from which reading shows a progress bar: seconds
+LARGE = 64 << 20  # bytes; hashing takes a twentieth of a second, so a file in the cache pays
+ANNOUNCED = 4 << 30  # bytes; hashing takes seconds, so a progress bar is shown
 BLOCK = 8 << 20
 SETTLED_NS = 2_000_000_000
-"""Younger files are hashed at every call: within one tick of the clock of a file system (2 s on the
-coarsest) a second write leaves the times as they are."""
+"""Files that changed less than this ago are hashed at every call. Within one tick of the clock of a
+file system (2 s on the coarsest), a second write does not change the times."""
 
 Stamp = tuple[str, int, int, int, int]
-"""Real path, size, mtime and ctime in ns, inode. ctime is set by the system alone."""
+"""Real path, size, mtime and ctime in ns, inode. Only the system can set ctime."""
 _KNOWN: dict[Stamp, str] = {}
 
 
@@ -39,7 +40,8 @@ def file_sha256(path: Path) -> str:
 
 
 def model_files(folder: str | os.PathLike) -> list[Path]:
-    """The files of a target that an engine reads, sorted; hidden ones are unfinished downloads.
+    """The files of a target that an engine reads, sorted. Hidden ones are left out: they are
+    unfinished downloads.
 
     Raises ValueError if the folder holds no model, or its weights in another format only.
     """
@@ -63,8 +65,8 @@ def model_files(folder: str | os.PathLike) -> list[Path]:
 def target_id(folder: str | os.PathLike) -> str:
     """Identity of a target folder: 16 hex digits over all bytes that an engine reads of it.
 
-    The first call reads everything (1.4 GB a second and core, files side by side); the next
-    ones only look at sizes and times. Raises ValueError if the folder is not a model, and for a
+    The first call reads everything (1.4 GB per second and core, several files at a time). Later
+    calls only look at sizes and times. Raises ValueError if the folder is not a model, and for a
     file that changes while it is read.
     """
     folder = Path(folder)
@@ -90,7 +92,7 @@ def file_digests(files: Sequence[Path]) -> list[str]:
 def _read_all(files: Sequence[Path]) -> Iterator[str]:
     size = sum(path.stat().st_size for path in files)
     shown = {"desc": "reading the target once", "unit": "B", "unit_scale": True, "leave": False}
-    # Hashing does not hold the interpreter's lock.
+    # Hashing releases the GIL, so threads run in parallel.
     with tqdm(total=size, disable=size < ANNOUNCED, **shown) as bar, ThreadPoolExecutor(8) as pool:
         return iter(list(pool.map(lambda path: _read(path, bar), files)))
 
@@ -114,7 +116,7 @@ def _read(path: Path, bar: tqdm) -> str:
 
 
 def _remember(stamp: Stamp, digest: str) -> None:
-    """Keep a digest in the process, that of a large file on disk too; not being able to is fine."""
+    """Keep a digest in memory, and that of a large file on disk too. A failure to write is fine."""
     if abs(time.time_ns() - max(stamp[2], stamp[3])) < SETTLED_NS:
         return
     _KNOWN[stamp] = digest
@@ -131,7 +133,7 @@ def _remember(stamp: Stamp, digest: str) -> None:
 
 
 def _recall(stamp: Stamp) -> str | None:
-    """The digest of an unchanged file. A damaged entry is none."""
+    """The digest of an unchanged file; None if it is not known or its entry is damaged."""
     if stamp not in _KNOWN and stamp[1] >= LARGE:
         try:
             *known, digest = json.loads(_cached(stamp).read_bytes())
@@ -161,8 +163,8 @@ LEGACY_SAMPLE = 1 << 20
 def legacy_target_id(folder: str | os.PathLike) -> str:
     """The identity that versions before December 2026 gave this folder.
 
-    They read five files, and three stretches of 1 MiB of each weight file. It is known here so that
-    what was recorded under it can be recognised; it must not name anything new.
+    They read five files, and of each weight file the header and three stretches of 1 MiB. It is
+    needed to recognise what was recorded under it; it must not name anything new.
     """
     folder = Path(folder)
     model_files(folder)

@@ -1,7 +1,7 @@
 """LoRA: train low-rank additions to frozen matrices, merged before a drafter leaves training.
 
-W' = W + B A (Hu et al. 2021, with alpha = rank, so no further factor). Only training knows of it:
-`merged` gives back the plain tensors, and serving pays nothing.
+W' = W + B A (Hu et al. 2021, with alpha = rank, so no further factor). Only training uses it:
+`merged` gives back the plain tensors, so serving costs nothing extra.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ class LoraLinear(nn.Linear):
 def add_lora(drafter: Drafter, rank: int, targets: Sequence[str], seed: int) -> Drafter:
     """Freeze `drafter` and add trainable factors to every matrix that `targets` names, in place.
 
-    targets: last parts of module names, such as q_proj or fc. Raises ValueError for one that names
-    no matrix.
+    targets: last parts of module names, such as q_proj or fc. Raises ValueError if there is none,
+    or for one that names no matrix.
     """
     drafter.requires_grad_(False)
     linear = [name for name, module in drafter.named_modules() if isinstance(module, nn.Linear)]

@@ -20,8 +20,8 @@ TINY = torch.finfo(torch.float32).tiny
 class Sample:
     """One training example. ids [T] int64, loss_mask [T] bool, features [T, n_taps*H].
 
-    top_ids [n, k] int32 and top_logprobs [n, k] float16: what the target held likely at the last n
-    positions (the answer), most likely first; None where nothing was captured.
+    top_ids [n, k] int32 and top_logprobs [n, k] float16: the target's likeliest tokens at the last
+    n positions (the answer), most likely first; None where nothing was captured.
     """
 
     sample_id: str
@@ -34,9 +34,10 @@ class Sample:
 
 
 def first_tokens(sample: Sample, length: int) -> Sample:
-    """The first `length` tokens of a sample whose features are read later, or cut alike.
+    """The first `length` tokens of a sample. Features that are read later must be cut alike.
 
-    Exact: the target is causal, so what it held of these tokens depends on nothing behind them.
+    This is exact: the target is causal, so what it computed for these tokens does not depend on
+    later ones.
     """
     behind = len(sample.ids) - length
     if behind <= 0:
@@ -54,7 +55,7 @@ def first_tokens(sample: Sample, length: int) -> Sample:
 
 
 Labels = Callable[[Sample], tuple[Tensor, Tensor]]
-"""From a sample the label at every position, as entries of a distribution over tokens:
+"""Maps a sample to the label at every position, given as entries of a distribution over tokens:
 (token ids [T, E], probabilities [T, E]). A hard label is one entry of probability 1."""
 
 
@@ -91,9 +92,9 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator) ->
 
 
 def pack(lengths: Sequence[int]) -> list[list[int]]:
-    """Samples into rows no longer than the longest of them: first fit, the longest first.
+    """Distribute samples over rows as long as the longest sample: first fit, longest first.
 
-    Example: lengths [5, 9, 4] -> [[1], [0, 2]].
+    Returns the indices of the samples in each row. Example: lengths [5, 9, 4] -> [[1], [0, 2]].
     """
     rows: list[list[int]] = []
     room: list[int] = []
@@ -115,13 +116,14 @@ def make_batch(
     labels: Labels,
     packed: bool = False,
 ) -> Batch:
-    """Samples in the rows of one rectangle, one in each or `pack`ed; padding is not supervised.
+    """A padded batch of samples, one in each row or several (`packed`). Padding is not supervised.
 
-    Packing pads less, but blocks of one row are in each other's attention: worth it where masked
-    parts are skipped (flex attention), not with a dense mask (docs/decisions/028).
+    Packing needs less padding. But the attention of a row then spans all its samples, most of it
+    masked. That pays where masked parts are skipped (flex attention), not with a dense mask
+    (docs/decisions/028).
 
     Anchors are places in their own sample. A slot counts if every slot before it in its block is
-    supervised too: a draft behind an unsupervised token is never scored when serving.
+    supervised too: a draft after an unsupervised token is never scored when serving.
     """
     lengths = [len(s.ids) for s in samples]
     rows = pack(lengths) if packed else [[i] for i in range(len(lengths))]
@@ -158,9 +160,10 @@ def make_batch(
 class Candidates:
     """A vocabulary sample for the training softmax: all tokens seen in the data plus random others.
 
-    The full softmax over V costs most of a step. Tokens outside the seen set never are labels;
-    a fresh random share of them stands for all, their logits raised by log(share^-1) so that the
-    partition function stays unbiased (sampled softmax with logQ correction, Bengio & Senecal 2008).
+    The full softmax over V costs most of a step. Tokens outside the seen set are never labels. A
+    fresh random share of them stands for all; their logits are raised by log(1 / share), so that
+    the partition function stays unbiased (sampled softmax with logQ correction, Bengio & Senecal
+    2008).
     """
 
     def __init__(self, seen: Tensor, vocab_size: int, num_random: int):
@@ -190,13 +193,13 @@ class FrozenHeadLoss(torch.autograd.Function):
     """Per row KL(label || softmax(hidden @ head.T + correction)) + tv * total variation.
 
     Arguments: hidden [R, H], head [C, H], correction [C], label entries as candidate rows [R, E]
-    with probabilities [R, E], tv a number. Returns loss [R], differentiable in `hidden` only, and
-    beside it accepted [R], the chance that a draft sampled from this slot is accepted, and
-    hits [R], whether the likeliest candidate is the first entry.
+    with probabilities [R, E], tv a number. Returns three tensors [R]: loss, differentiable in
+    `hidden` only; accepted, the probability that a draft sampled from this slot is accepted; hits
+    (bool), whether the likeliest candidate is the label's first entry.
 
-    Runs over chunks of rows and keeps one chunk of logits at a time: memory does not grow with
-    anchors x block x vocabulary. A row's gradient is linear in its weight, so weights are applied
-    to the returned losses and may depend on `accepted`.
+    Runs over chunks of rows and keeps one chunk of logits at a time, so memory does not grow with
+    anchors x block x vocabulary. A row's gradient is linear in its weight. So weights are applied
+    to the returned losses, and they may depend on `accepted`.
     """
 
     @staticmethod
@@ -230,15 +233,15 @@ class FrozenHeadLoss(torch.autograd.Function):
 def divergence(
     log_q_RE: Tensor, q_rest_R1: Tensor, p_RE: Tensor, tv: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(p || q) + tv * TV(p, q), all tokens without an entry taken as one bucket.
+    """KL(p || q) + tv * TV(p, q), where all tokens without an entry form one bucket.
 
-    log_q [R, E]: log-probabilities of the drafter at the label's entries, q_rest [R, 1] its mass on
-    everything else; p [R, E] the label's. Returns loss [R], 1 - TV(p, q) [R], which is the
-    chance that rejection sampling accepts a draft drawn from q (Leviathan et al. 2023), and the
-    loss's derivative in the logits, summed over each bucket, [R, E + 1].
+    log_q [R, E]: log-probabilities of the drafter at the label's entries; q_rest [R, 1]: its mass
+    on everything else; p [R, E]: the label's probabilities. Returns loss [R]; 1 - TV(p, q) [R],
+    the probability that rejection sampling accepts a draft drawn from q (Leviathan et al. 2023);
+    and the loss's derivative in the logits, summed over each bucket, [R, E + 1].
 
-    A hard label (E = 1, p = 1) gives the cross-entropy -log q and accepts with q. Buckets hide
-    differences inside the rest: KL and TV are lower bounds then.
+    A hard label (E = 1, p = 1) gives the cross-entropy -log q, and is accepted with probability q.
+    For other labels the bucket hides differences inside it, so KL and TV are lower bounds.
     Example: p = [0.5, 0.25], rest 0.25; q = [0.25, 0.25], rest 0.5:
     KL = 0.5 log 2 + 0.25 log 0.5 = 0.1733, TV = 0.5 * (0.25 + 0 + 0.25) = 0.25.
     """

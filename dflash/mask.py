@@ -3,12 +3,12 @@
 Keys of a sequence are laid out as [context ; blocks]: T feature positions, then N blocks of S
 slots. A query slot sees the features strictly before its block's anchor and its own block in
 both directions; never a feature at or after the anchor, never another block (paper, section 3).
-A row may hold several documents one after another: a slot sees features of its own only.
+A row may hold several documents one after another: a slot sees features of its own document only.
 
 A causal drafter does not look at later slots. A sliding window of W lets a slot at position p see
 positions above p - W, itself included, as vLLM 0.32 counts it (window - 1 to the left of each
 query: v1/attention/backends/flash_attn.py, flex_attention.py, cpu_attn.py). To the right of a
-query the backends disagree: CPU does not bound it, the others do at W - 1. DrafterConfig asks for
+query the backends disagree: the CPU's has no bound, the others stop at W - 1. DrafterConfig demands
 W >= block size, where neither cuts anything inside a block.
 """
 
@@ -33,10 +33,10 @@ def visible(
 ) -> Any:
     """Whether `query` attends to `key`; works on ints and on index tensors.
 
-    anchors [B, N] int64: each block's anchor, a place in its row; window 0: unbounded; starts
-    [B, N] int64: first place of each block's document, none: 0. Example: anchor 3, T=5, S=2: query
-    0 sees keys 0, 1, 2 (features before 3) and 5, 6 (its block); with window 2 query 0 sees
-    feature 2, query 1 (position 4) none; with start 1 it sees 1, 2, 5, 6.
+    anchors [B, N] int64: each block's anchor, a place in its row. window: 0 is unbounded. starts
+    [B, N] int64: first place of each block's document (None: 0). Example: anchor 3, T=5, S=2. Query
+    0 sees keys 0, 1, 2 (features before 3) and 5, 6 (its block). With window 2, query 0 sees
+    feature 2, and query 1 (position 4) sees none. With start 1, query 0 sees keys 1, 2, 5, 6.
     """
     block, slot = query // slots, query % slots
     before_anchor = (key < num_context) & (key < anchors[batch, block])
@@ -89,5 +89,5 @@ def flex_mask(
 
 @cache
 def fused_block_mask() -> Any:
-    """create_block_mask as one kernel: the eager one fills the whole mask first. For CUDA."""
+    """create_block_mask compiled to one kernel: the eager one fills the whole mask first. CUDA."""
     return torch.compile(create_block_mask)

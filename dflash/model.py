@@ -16,7 +16,8 @@ from dflash.drafter_config import DrafterConfig
 from dflash.mask import dense_mask, flex_mask
 
 FINAL_NORM = 0.3
-"""At 1 the logits of an untrained drafter are large and the first steps only shrink them (007)."""
+"""Initial weight of the final norm. At 1, the logits of an untrained drafter are large, and the
+first steps only shrink them (docs/decisions/007)."""
 
 ContextKV = list[tuple[Tensor, Tensor]]
 """Per layer the context keys and values, each [B, kv_heads, T, D]."""
@@ -97,7 +98,7 @@ class Layer(nn.Module):
         self.mlp = MLP(cfg)
 
     def context(self, shared: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the context; a method of the layer, the unit that FSDP gathers."""
+        """Keys and values of the context. A method of the layer, because FSDP gathers by layer."""
         return self.self_attn.keys_values(shared, rope)
 
     def forward(self, x: Tensor, rope: Tensor, context: tuple[Tensor, Tensor], mask) -> Tensor:
@@ -108,8 +109,8 @@ class Layer(nn.Module):
 class Drafter(nn.Module):
     """The drafter without embedding and head, which it borrows from the target.
 
-    One of a reduced vocabulary carries its rows of the head, never trained, and their token ids
-    (dflash/vocabulary.py). Its state dict is exactly what a drafter folder holds.
+    With a reduced vocabulary, it holds its rows of the head, which are never trained, and their
+    token ids (dflash/vocabulary.py). Its state dict is exactly what a drafter folder holds.
     """
 
     def __init__(self, cfg: DrafterConfig):
@@ -149,8 +150,8 @@ class Drafter(nn.Module):
         embeds_BNSH: target embeddings of [anchor token, mask, ..., mask]; anchors_BN int64: place
         of each anchor in its row. Slot k predicts the token at anchor + k; slot 0's output is
         unused. A padded block may carry any anchor; its rows are dropped later. starts_BN int64:
-        where the documents of the blocks start, if a row holds several; places in a row serve as
-        positions, since a rotary embedding only knows differences.
+        where the documents of the blocks start, if a row holds several. Places in a row serve as
+        positions, because rotary embeddings depend on differences only.
         """
         B, N, S, H = embeds_BNSH.shape
         num_context = context[0][0].shape[2]
@@ -213,15 +214,15 @@ def drafter_of(cfg: DrafterConfig, state: dict[str, Tensor]) -> Drafter:
 
 @cache
 def fused_flex() -> Any:
-    """Flex attention as one kernel: the eager one builds the whole score matrix. For CUDA."""
+    """Flex attention compiled to one kernel: the eager one builds the whole score matrix. CUDA."""
     return torch.compile(flex_attention)
 
 
 def against(hidden: Tensor, head: Tensor) -> Tensor:
     """Logits [..., C] of hidden states [..., H] against rows of a head [C, H], in their dtype.
 
-    Flat: with a strided view of more dimensions a bfloat16 product copies the head first (on a CPU
-    six times slower, measured at 160 x 576 against 3,000 rows).
+    The product is of flattened rows: for a strided view of more dimensions, a bfloat16 product
+    copies the head first (on a CPU six times slower, measured at 160 x 576 against 3,000 rows).
     """
     return (hidden.reshape(-1, hidden.shape[-1]) @ head.T).view(*hidden.shape[:-1], len(head))
 

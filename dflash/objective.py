@@ -37,7 +37,7 @@ def choose_weights(weights: str, gamma: float) -> Weights:
 
 
 def named_tokens(samples: Sequence[Sample], labels: Labels) -> Tensor:
-    """The ids that labels name at supervised positions, each once: int64 [M]."""
+    """The token ids in the labels of supervised positions, each once: int64 [M]."""
     found = [labels(s)[0][s.loss_mask].flatten() for s in samples]
     return torch.cat(found).unique().long()
 
@@ -54,7 +54,8 @@ def recorded_token(sample: Sample) -> tuple[Tensor, Tensor]:
 def target_argmax(sample: Sample) -> tuple[Tensor, Tensor]:
     """The target's likeliest token, what greedy verification compares with: [T, 1] each.
 
-    The recorded token where answers are greedy, up to near ties; another one in sampled answers.
+    In greedy answers it is the recorded token, except at near ties. In sampled answers it may be
+    another one.
     """
     ids = _captured(sample)[0][:, :1]
     return ids, torch.ones(ids.shape)
@@ -63,8 +64,8 @@ def target_argmax(sample: Sample) -> tuple[Tensor, Tensor]:
 def target_distribution(sample: Sample, vocab_size: int) -> tuple[Tensor, Tensor]:
     """The target's k likeliest tokens with their probabilities at temperature 1: [T, k] each.
 
-    What is missing to 1 belongs to all other tokens; with k = vocab_size nothing is (float16
-    rounding is divided out), and the loss is the full KL divergence.
+    The probability that is missing to 1 belongs to all other tokens. With k = vocab_size nothing is
+    missing (they are normalised against float16 rounding), and the loss is the full KL divergence.
     """
     ids, logprobs = _captured(sample)
     probs = logprobs.float().exp()
@@ -95,7 +96,7 @@ def _captured(sample: Sample) -> tuple[Tensor, Tensor]:
 def default_gamma(block_size: int) -> float:
     """Decay by block size: 4, 5, 7 for blocks of 8, 10, 16 (paper, section 4).
 
-    min(B / 2, (B + 5) / 3) is the line through the last two points, and half a block below them.
+    min(B / 2, (B + 5) / 3): the line through the last two points, and half the block size below.
     """
     return min(block_size / 2, (block_size + 5) / 3)
 
@@ -106,18 +107,19 @@ def decay_weights(num_drafts: int, gamma: float) -> Tensor:
 
 
 def decay(accepted_BNK: Tensor, supervised_BNK: Tensor, gamma: float) -> Tensor:
-    """Fixed decay: later slots are served only if all earlier ones are accepted."""
+    """Fixed decay, because a later slot counts only if all earlier ones are accepted."""
     weights = decay_weights(supervised_BNK.shape[-1], gamma).to(supervised_BNK.device)
     return supervised_BNK * weights
 
 
 def dpace(accepted_BNK: Tensor, supervised_BNK: Tensor, alpha: float = DPACE_ALPHA) -> Tensor:
-    """D-PACE: the pull of slot k on the expected acceptance length of its block, detached.
+    """D-PACE: the effect of slot k on the expected acceptance length of its block (no gradient).
 
-    With q_k the chance that draft k is accepted, E[accepted] = sum_j prod_{i<=j} q_i, and its
-    derivative in log q_k is sum_{j>=k} prod_{i<=j} q_i. Smoothed, s_k = (1 - alpha) q_k + alpha, so
-    that a hopeless slot does not silence those behind it; slots out of supervision give s = 1 and
-    no term: w_k = sum_{j>=k} m_j prod_{i<=j} s_i (speculators 0.9.0, `dpace_loss_decay`).
+    With q_k the probability that draft k is accepted, E[accepted] = sum_j prod_{i<=j} q_i, and its
+    derivative in log q_k is sum_{j>=k} prod_{i<=j} q_i. Here q_k is smoothed to
+    s_k = (1 - alpha) q_k + alpha, so that a slot with q near 0 does not take the weight of those
+    after it. An unsupervised slot has s = 1 and no term in the sum (m_j = 0):
+    w_k = sum_{j>=k} m_j prod_{i<=j} s_i (speculators 0.9.0, `dpace_loss_decay`).
     Example: q = [1, 0], alpha = 0.5: s = [1, 0.5], products [1, 0.5], w = [1.5, 0.5].
     """
     q = accepted_BNK.detach()

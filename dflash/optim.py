@@ -1,7 +1,7 @@
 """Muon for matrices beside AdamW for vectors, and the learning-rate schedule.
 
-torch.optim.Muon orthogonalises in bfloat16 always, which a CPU without bfloat16 units emulates
-several times slower than float32; this one takes the dtype. Same update otherwise.
+torch.optim.Muon always orthogonalises in bfloat16. A CPU without bfloat16 units emulates that,
+several times slower than float32. The Muon here takes the dtype; otherwise its update is the same.
 """
 
 import math
@@ -19,8 +19,8 @@ BLOCK_ROWS = 192
 def orthogonalise(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     """Push the singular values of `matrix` [M, N] towards 1 by Newton-Schulz (Jordan 2024).
 
-    The short side is cut into blocks that are treated apart: cost falls with their number, since
-    a Gram matrix is squared, and a step stays as good (docs/decisions/006).
+    The short side is cut into blocks that are orthogonalised separately. The more blocks, the
+    smaller their Gram matrices and the cost, and a step stays as good (docs/decisions/006).
     """
     tall = matrix.shape[0] > matrix.shape[1]
     short_first = matrix.T if tall else matrix
@@ -45,7 +45,7 @@ def newton_schulz_gram(x_PRN: Tensor, steps: int) -> Tensor:
     """The same in float32 with two products over N instead of two in every step.
 
     Every factor p = a + b G + c G^2 is a polynomial of the first G, so factors commute: the next G
-    is p G p, and x is multiplied once, by their product. A G of squares needs the digits: in
+    is p G p, and x is multiplied once, by their product. G holds squares, so it needs float32: in
     bfloat16 its rounding is as large as most of its eigenvalues, and the iteration amplifies it.
     """
     a, b, c = NEWTON_SCHULZ
@@ -61,8 +61,8 @@ def newton_schulz_gram(x_PRN: Tensor, steps: int) -> Tensor:
 
 
 def whole(function: Callable[..., Tensor], matrix: Tensor, *args: object) -> Tensor:
-    """`function` of a matrix that may be cut over ranks (FSDP2): computed on every rank from the
-    whole, of which each keeps its own part.
+    """`function` of a matrix that may be sharded over ranks (FSDP2). Every rank computes it from
+    the full matrix and keeps its own part of the result.
     """
     if not isinstance(matrix, DTensor):
         return function(matrix, *args)
@@ -83,7 +83,7 @@ class Muon(Optimizer):
         self, params, lr: float, momentum: float = 0.95, steps: int = 5, dtype=torch.float32
     ):
         super().__init__(params, {"lr": lr, "momentum": momentum, "steps": steps})
-        self.dtype = dtype  # no setting of a group: checkpoints hold numbers and tensors only
+        self.dtype = dtype  # not in the groups, so that checkpoints hold only numbers and tensors
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -102,7 +102,7 @@ def build_optimizers(
 ) -> list[Optimizer]:
     """`muon`: matrices by Muon at lr, vectors by AdamW at lr / 2; `adamw`: all by AdamW.
 
-    Each group has its `peak_lr`, which a schedule scales.
+    Each group has its `peak_lr`, which a schedule scales. Raises ValueError for another kind.
     """
     params = [p for p in drafter.parameters() if p.requires_grad]
     if kind == "adamw":
@@ -124,9 +124,9 @@ def _adamw(params: list[nn.Parameter], lr: float) -> Optimizer:
 def update_average(average: nn.Module, current: nn.Module, decay: float, step: int) -> None:
     """Exponential moving average of the trained weights: a += (1 - d) * (w - a) after `step` steps.
 
-    Two modules of the same parameters, cut over ranks alike. d = min(decay, (1 + step) / (10 +
-    step)), so that the start of a run, which is far from its end, is forgotten even when the run is
-    shorter than the average is long. Example: decay 0.99, step 1: d = 2 / 11.
+    Both modules have the same parameters, sharded alike. d = min(decay, (1 + step) / (10 + step)),
+    so that early weights, which are far from the final ones, are forgotten even in a run that is
+    shorter than the window of the average. Example: decay 0.99, step 1: d = 2 / 11.
     """
     d = min(decay, (1 + step) / (10 + step))
     for mean, value in zip(average.parameters(), current.parameters(), strict=True):

@@ -1,6 +1,6 @@
-"""One drafter on several ranks: replicated (DDP) or cut into shards (FSDP2), and its whole state.
+"""One drafter on several ranks: replicated (DDP) or sharded (FSDP2), and its whole state.
 
-Gradients are sums over ranks in both, never means: the loss is divided by a global count.
+Gradients are sums over ranks in both, never means, because the loss is divided by a global count.
 """
 
 import math
@@ -29,13 +29,13 @@ ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def shard(drafter: Drafter) -> None:
-    """Cut the parameters over all ranks (FSDP2), gathered layer by layer when they are used.
+    """Shard the parameters over all ranks (FSDP2). Each layer is gathered when it is used.
 
     Needs an initialised process group. Optimizers are built afterwards, from the shards.
     """
     device = next(drafter.parameters()).device
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    # It warns that writing into an output in place would lose hooks; nothing here does.
+    # FSDP2 warns that in-place writes to an output would lose hooks; nothing here does that.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     for module in (*drafter.layers, drafter):
         fully_shard(module, mesh=mesh)
@@ -55,8 +55,8 @@ def sum_gradients(params: Sequence[Tensor]) -> None:
 
 
 def clip_gradients(params: Sequence[Tensor], most: float) -> float:
-    """Scale the gradients so that their norm over all parameters is at most `most` (0: as they
-    are); returns the norm before.
+    """Scale the gradients so that their norm over all parameters is at most `most` (0: no limit);
+    returns the norm before.
     """
     norm = torch.nn.utils.clip_grad_norm_(params, most or math.inf)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -68,7 +68,7 @@ def whole_weights(drafter: Drafter) -> dict[str, Tensor]:
 
 
 def whole_state(drafter: Drafter, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Weights and optimizer state as rank 0 would hold them alone; empty on the other ranks.
+    """Full weights and optimizer state on rank 0, as if it were alone; empty on the other ranks.
 
     A collective. Keys are parameter names, so any number of ranks, sharded or not, can load it.
     """
@@ -81,7 +81,7 @@ def whole_state(drafter: Drafter, optimizers: Sequence[Optimizer]) -> dict[str, 
 def load_whole_state(
     drafter: Drafter, optimizers: Sequence[Optimizer], state: dict[str, Any]
 ) -> None:
-    """Load what `whole_state` gave on rank 0, read by every rank."""
+    """Load what `whole_state` gave on rank 0; every rank passes the same `state`."""
     set_model_state_dict(drafter, state["drafter"], options=WHOLE)
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         set_optimizer_state_dict(drafter, optimizer, saved, options=WHOLE)

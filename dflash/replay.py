@@ -17,12 +17,12 @@ ROWS_PER_CHUNK = 128
 """Drafts compared with the whole vocabulary at a time."""
 
 FLOAT32_SLACK = 1e-5
-"""How far two float32 products of the same numbers lie apart, as a share of the largest: they add
-in another order (measured: 2.4e-6 over 576 terms). In bfloat16 the sums are float32 and rounded
-once, so a logit moves by at most one unit in the last place, and a gap of two by two."""
+"""How far two float32 products of the same numbers may lie apart, as a share of the largest. They
+add in another order (measured: 2.4e-6 over 576 terms). In bfloat16 the sums are float32 and rounded
+once. So a logit changes by at most one unit in the last place, and the gap between two by two."""
 
 Accepted = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of drafts accepted in a round: hidden states [M, H], tokens, requests, places in the row: [M]."""
+"""Drafts accepted in a round: hidden states [M, H]; tokens, requests and places in the row [M]."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def replay(
 ) -> list[list[int]]:
     """Accepted drafts of every round of every request, in the order of `requests`.
 
-    `num_drafts` K in 1..block_size-1 as served (vLLM drafts K+1 slots, so the slots behind K do
-    not exist, and drafts for different K differ). Requests of one token have no round.
+    num_drafts: K in 1..block_size-1, as served. vLLM gives a drafter K+1 slots: later slots do not
+    exist, so drafts for different K differ. Requests of one output token have no round.
     Raises ValueError for K out of range.
     """
     return replay_many(drafter, embedding, head, requests, [num_drafts], batch_tokens)[num_drafts]
@@ -69,8 +69,8 @@ def replay_many(
 ) -> dict[int, list[list[int]]]:
     """`replay` for several K; the context of a request is projected once for all of them.
 
-    batch_tokens: positions that are walked together, padding included. `progress` is told how many
-    requests are done now and then.
+    batch_tokens: positions that are walked together, padding included. progress: called after each
+    batch with the number of its requests.
     """
     for k in ks:
         if not 1 <= k <= drafter.cfg.num_drafts:
@@ -89,7 +89,9 @@ def replay_many(
 
 
 def length_groups(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices in groups of similar length, each within batch_tokens or of one request."""
+    """Indices in groups of similar length. A group has at most batch_tokens positions, padding
+    included, or a single request.
+    """
     group: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if group and lengths[i] * (len(group) + 1) > batch_tokens:
@@ -103,11 +105,12 @@ def length_groups(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[in
 class _Batch:
     """Requests that walk together, with the context of all their positions.
 
-    The head costs most. So a round compares drafts with `candidates` only, its rows for the tokens
-    of these requests: a recorded token that one of them clearly beats is not the draft. The others
-    are accepted for now and checked against the whole vocabulary at the end of the walk, all in one
-    product, which alone decides. Where another token wins, it becomes a candidate, and its request
-    walks on behind that place.
+    The product with the head costs most. So a round computes logits only for `candidates`: the
+    rows of the head for the tokens that occur in these requests. If one of them clearly beats the
+    recorded token, the recorded token is not the draft. Otherwise it is accepted for now. At the
+    end of the walk all accepted drafts are checked against the whole vocabulary, and this check
+    alone decides. Where another token wins, that token becomes a candidate, and the request is
+    walked again from that place.
     """
 
     def __init__(
@@ -120,15 +123,15 @@ class _Batch:
         self.ids = _pad([r.ids for r in requests]).to(device)
         self.starts = torch.tensor([r.num_prompt for r in requests], device=device)
         self.ends = torch.tensor([len(r.ids) - 1 for r in requests], device=device)
-        # The first token stands in where none of the recorded ones can be drafted.
+        # One candidate at least, even if none of the recorded tokens can be drafted.
         known = torch.cat([self.ids.flatten(), self.tokens[:1]])
         self.candidates = torch.isin(self.tokens, known).nonzero().flatten()
 
     def walk(self, num_drafts: int) -> list[list[int]]:
         """Accepted drafts of each round of each request.
 
-        Ends whatever the products round to: each time round, every request that goes on has at
-        least one round more that is never looked at again.
+        The loop ends however the products round: in each pass, every request that goes on gains at
+        least one round that is final.
         """
         walks: list[list[int]] = [[] for _ in self.starts]
         anchors = self.starts.clone()
@@ -144,7 +147,7 @@ class _Batch:
     def _walk(
         self, active: Tensor, anchors: Tensor, num_drafts: int, walks: list[list[int]]
     ) -> list[Accepted]:
-        """Walk the requests `active` from their anchors to their ends, all that may be accepted."""
+        """Walk the requests `active` from their anchors to their ends; accept all that may win."""
         accepted, head = [], self.head[self.candidates]
         known = self.tokens[self.candidates]
         slots = torch.arange(1, num_drafts + 1, device=anchors.device)
@@ -162,7 +165,7 @@ class _Batch:
         return accepted
 
     def _drafts(self, rows: Tensor, anchors: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """Of one round of the requests `rows`: hidden [R, K, H] and the recorded tokens [R, K]."""
+        """One round of the requests `rows`: hidden states [R, K, H] and recorded tokens [R, K]."""
         length = int(anchors.max())
         context = [(key[rows, :, :length], value[rows, :, :length]) for key, value in self.context]
         tokens = self.ids[rows].gather(1, anchors[:, None])
@@ -174,8 +177,8 @@ class _Batch:
         return hidden[:, 0], self.ids[rows].gather(1, where)
 
     def _check(self, accepted: list[Accepted]) -> dict[int, int]:
-        """Of each request with an accepted draft that is not the argmax, the place of the first;
-        the argmaxes become candidates.
+        """{request: place of its first accepted draft that is not the argmax}, without requests
+        that have none. The argmaxes become candidates.
         """
         hidden, tokens, owners, places = (torch.cat(parts) for parts in zip(*accepted, strict=True))
         best = [against(part, self.head).argmax(-1) for part in hidden.split(ROWS_PER_CHUNK)]
@@ -183,14 +186,14 @@ class _Batch:
         wrong = self.tokens[best] != tokens
         self.candidates = torch.cat([self.candidates, best[wrong]]).unique()
         found = zip(owners[wrong].tolist(), places[wrong].tolist(), strict=True)
-        return dict(sorted(found, reverse=True))  # of equal keys the last one stays
+        return dict(sorted(found, reverse=True))  # of equal keys the last stays: the first place
 
 
 def _may_win(logits_RKC: Tensor, known_C: Tensor, recorded_RK: Tensor) -> Tensor:
     """Whether the recorded token may be the argmax of the whole vocabulary: bool [R, K].
 
-    known: tokens of the candidates, ascending. A product with other rows beside them may round
-    otherwise, so what lies that close below the best candidate is left to the whole product.
+    known: tokens of the candidates, ascending. The product with the whole vocabulary may round in
+    another way. So a recorded token that is only that little below the best candidate may win, too.
     """
     best = logits_RKC.amax(-1).float()
     place = torch.searchsorted(known_C, recorded_RK.contiguous()).clamp(max=len(known_C) - 1)
@@ -200,8 +203,8 @@ def _may_win(logits_RKC: Tensor, known_C: Tensor, recorded_RK: Tensor) -> Tensor
 
 
 def _cut(rounds: list[int], length: int) -> list[int]:
-    """The rounds of a walk up to one that emits token `length` behind its own draft: where that
-    token was taken for an accepted draft, its round ends with it.
+    """The rounds of a walk up to its token number `length`, which was wrongly accepted as a draft.
+    The last round now ends with this token as the target's own.
 
     Example: rounds of 2 + 1, 3 + 1 and 0 + 1 tokens, and token 5 was wrong: [2, 1].
     """
@@ -221,7 +224,7 @@ def draft_hidden(
     anchors_BN: Tensor,
     num_drafts: int,
 ) -> Tensor:
-    """Hidden states [B, N, K, H] of the drafts behind each anchor, for `Drafter.logits`.
+    """Hidden states [B, N, K, H] of the drafts after each anchor, for `Drafter.logits`.
 
     K+1 slots are laid out, as vLLM does.
     """

@@ -1,4 +1,4 @@
-"""Sampling, and the verification of drafts that keeps its distribution, as vLLM 0.32 does both.
+"""Sampling, and verification of drafts that keeps its distribution, both as in vLLM 0.32.
 
 Shape suffixes: N rows, K drafts of a round, V vocabulary. Sources: vllm/v1/sample/
 rejection_sampler.py and ops/topk_topp_sampler.py; the rule is modified rejection sampling
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 COLDEST = 0.01
-"""vLLM raises a temperature between 0 and this to this."""
+"""vLLM raises temperatures between 0 and this value to this value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +36,10 @@ GREEDY = Sampling()
 
 
 def probabilities(logits_NV: Tensor, sampling: Sampling) -> Tensor:
-    """What the target samples from: [N, V] float32 of its logits; greedy: a one-hot of the argmax.
+    """The distributions the target samples from, [N, V] float32; greedy: one-hot at the argmax.
 
     Temperature first, then top_k (ties with the k-th stay), then top_p on what is left: the tail
-    whose summed probability is at most 1 - top_p goes, the likeliest token always stays.
+    whose summed probability is at most 1 - top_p is removed, the likeliest token always stays.
     """
     logits = logits_NV.float()
     if sampling.temperature == 0:
@@ -57,7 +57,7 @@ def probabilities(logits_NV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draft_probabilities(logits_KV: Tensor, sampling: Sampling) -> Tensor:
-    """What a probabilistic drafter samples from: temperature only, vLLM ignores top_p and top_k."""
+    """What a probabilistic drafter samples from [K, V]. vLLM applies the temperature alone here."""
     return probabilities(logits_KV, Sampling(temperature=sampling.temperature))
 
 
@@ -66,10 +66,11 @@ def verify(
 ) -> tuple[int, int]:
     """One round: how many drafts are accepted, and the token that ends it.
 
-    p_NV [K + 1, V]: the target's distribution behind the anchor and behind each draft. q_KV: what
-    each draft was drawn from; None: greedy drafts, a one-hot q (vLLM's default for DFlash).
-    Draft k is accepted with probability min(1, p_k / q_k); the first one that is not is replaced by
-    a draw from max(p_k - q_k, 0); behind K accepted ones comes a draw from the last row of p.
+    p_NV [K + 1, V]: the target's distribution after the anchor and after each draft. q_KV: the
+    distribution that each draft was drawn from; None: greedy drafts, a one-hot q (vLLM's default
+    for DFlash). Draft k is accepted with probability min(1, p_k / q_k). The first one that is not
+    is replaced by a draw from max(p_k - q_k, 0). After K accepted drafts, the token is drawn from
+    the last row of p.
     Example: p_1 = [.7, .3], greedy draft 0: accepted with probability .7, else token 1.
     """
     for k, token in enumerate(drafts):
@@ -80,7 +81,7 @@ def verify(
 
 
 def _uniform(draw: torch.Generator) -> float:
-    """In [0, 1). In float64, as in vLLM: a float32 draw is exactly 0 too often."""
+    """A draw from [0, 1), in float64 as in vLLM: a float32 draw is exactly 0 too often."""
     return float(torch.rand((), dtype=torch.float64, generator=draw))
 
 

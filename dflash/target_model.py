@@ -1,6 +1,6 @@
 """The frozen target: its embedding and head, and one pass that reads its features.
 
-Transformers is imported where a model is run: it takes seconds, and training never needs it.
+Transformers is imported only where a model is run: that takes seconds, and training never needs it.
 """
 
 import json
@@ -36,7 +36,7 @@ ROWS_PER_CHUNK = 256
 
 
 def resolve_dtype(name: str, device: str = "cpu") -> torch.dtype:
-    """The compute dtype. `auto`: bfloat16 where the hardware multiplies it, else float32.
+    """The compute dtype. `auto`: bfloat16 where the hardware multiplies it natively, else float32.
 
     On a CPU without avx512_bf16 or AMX a bfloat16 product is emulated: about six times slower.
     Raises ValueError for another name.
@@ -51,11 +51,12 @@ def resolve_dtype(name: str, device: str = "cpu") -> torch.dtype:
 
 
 def resolve_training_dtype(name: str, target: torch.dtype, device: str = "cpu") -> torch.dtype:
-    """What the products of training run in; weights and all that accumulates stay float32.
+    """The dtype of matrix products in training; weights and all that accumulates stay float32.
 
-    `auto`: the target's dtype on an accelerator or with AMX, else float32. With avx512_bf16 alone
-    reading half the bytes makes serving faster, but a product of many rows takes 1.4 times as long
-    in bfloat16 (docs/decisions/003). Raises ValueError for another name.
+    `auto`: the target's dtype on an accelerator or with AMX, else float32. On a CPU with
+    avx512_bf16 alone, bfloat16 makes serving faster, because half the bytes are read. But a product
+    of many rows, as in training, takes 1.4 times as long (docs/decisions/003). Raises ValueError
+    for another name.
     """
     if name != "auto":
         return resolve_dtype(name, device)
@@ -102,7 +103,7 @@ class Target:
         ]
 
     def room(self) -> float:
-        """The most tokens of a sequence in `features`: no limit but memory."""
+        """The most tokens that a sequence may have in `features`: only memory limits it."""
         return math.inf
 
     def _forward(self, ids: Tensor, cache: "DynamicCache", taps: Sequence[int]) -> "Features":
@@ -186,7 +187,7 @@ def load_target(folder: str | os.PathLike, dtype: torch.dtype, device: str = "cp
     """Load a frozen target in eval mode on `device`. ValueError if the folder cannot be loaded."""
     from transformers import AutoModelForCausalLM
 
-    _borrowed(folder)  # Transformers only warns where a head is missing, and makes one up
+    _borrowed(folder)  # raises for a missing head; Transformers would warn and invent one
     try:
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, device_map=device, local_files_only=True
@@ -206,7 +207,7 @@ def load_target(folder: str | os.PathLike, dtype: torch.dtype, device: str = "cp
 def load_borrowed(folder: str | os.PathLike, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Only what a drafter borrows: (embedding [V, H], head [V, H]), one tensor where they are tied.
 
-    Reads these tensors instead of the whole target: all that training and replay need. They are
+    Reads these tensors alone, because training and replay need no more of the target. They are
     those of `load_target`, bit for bit. Raises ValueError for a layout that is unknown, not
     complete, or that engines read in different ways.
     """
@@ -249,8 +250,8 @@ def ties_embeddings(folder: str | os.PathLike) -> bool:
 
 
 def read_target_config(folder: str | os.PathLike) -> dict[str, Any]:
-    """A target's config.json. Raises ValueError if the folder holds no model, or one whose decoder
-    is described inside of it (`text_config`: pictures, sound).
+    """A target's config.json. Raises ValueError if the folder holds no model, one without a key of
+    NEEDED, or a multimodal one, whose decoder is described in its `text_config`.
     """
     model_files(folder)
     path = Path(folder) / "config.json"
@@ -263,7 +264,7 @@ def read_target_config(folder: str | os.PathLike) -> dict[str, Any]:
     if "text_config" in config and "num_hidden_layers" not in config:
         raise ValueError(
             f"{path}: {config.get('model_type')} keeps its decoder in text_config, which is not "
-            "supported: take a target of text alone"
+            "supported: choose a text-only target"
         )
     missing = [name for name in NEEDED if config.get(name) is None]
     if missing:
@@ -272,8 +273,9 @@ def read_target_config(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def open_tensors(folder: str | os.PathLike) -> Callable[[str], Tensor | None]:
-    """A reader of single tensors of a safetensors folder, in one file or many, indexed or not; None
-    for an absent name. Raises ValueError for files that are missing, damaged or contradictory.
+    """A function that reads one tensor of a safetensors folder by its name; it returns None for an
+    absent name. The folder may hold one file or many, with an index or without. Raises ValueError
+    for files that are missing, damaged or contradictory.
     """
     where = tensor_files(folder)
 
@@ -287,7 +289,10 @@ def open_tensors(folder: str | os.PathLike) -> Callable[[str], Tensor | None]:
 
 
 def tensor_files(folder: str | os.PathLike) -> dict[str, Path]:
-    """The file of each tensor: as the index says, else as the files' headers do."""
+    """The file of each tensor, from the index if there is one, else from the files' headers.
+
+    Raises ValueError as `open_tensors`.
+    """
     folder = Path(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.is_file():

@@ -71,5 +71,5 @@ def activation_bytes(
 
 
 def head_bytes(hidden_size: int, candidates: int, dtype: torch.dtype) -> int:
-    """Bytes of the candidates' head rows and of one chunk of their logits, twice in float32."""
+    """Bytes of the candidates' head rows and of two float32 copies of one chunk of their logits."""
     return candidates * (hidden_size * dtype.itemsize + 2 * ROWS_PER_CHUNK * 4)

@@ -42,7 +42,7 @@ def step_indices(
     """The samples of a step: epochs are permutations of 0..num_samples-1, laid end to end.
 
     With a replay mix (dflash/domain_mix.py) the indices num_samples..num_samples+num_others-1 are a
-    second such stream; of the first i picks of a run floor(i * share) come from it.
+    second such stream. Of the first i picks of a run, floor(i * share) come from it.
     """
     picks = []
     for i in range(step * batch_size, (step + 1) * batch_size):
@@ -58,10 +58,10 @@ def step_indices(
 
 
 def random_drafts(num_drafts: int, seed: int, step: int) -> int:
-    """Drafts of a step with a random block: uniform in 1..K, the same on every rank.
+    """Number of drafts of a step with a random block: uniform in 1..K, the same on every rank.
 
-    Slot k is then trained in (K - k + 1) / K of the steps, and, as in serving with fewer drafts,
-    without the mask tokens behind the block.
+    Slot k is then trained in (K - k + 1) / K of the steps. A shorter block has no mask tokens after
+    its end, as when fewer drafts are served.
     """
     return 1 + int(torch.randint(num_drafts, (), generator=generator("block", seed, step)))
 
@@ -74,10 +74,11 @@ def _permutation(size: int, *key: object) -> list[int]:
 def rank_picks(
     picks: Sequence[Pick], lengths: Sequence[int], rank: int, world: int, micro_batch: int
 ) -> list[list[Pick]]:
-    """The forwards of one rank in a step: as many on every rank, so that collectives meet.
+    """The picks of each forward of one rank in a step. Every rank has the same number of forwards,
+    so that collectives match.
 
     Picks are dealt out by length, so that ranks get about equal work and a forward pads little.
-    `micro_batch` bounds the samples of a forward, 0: one forward. A rank may get empty lists.
+    micro_batch: most samples of a forward; 0: one forward. A rank may get empty lists.
     """
     by_length = sorted(picks, key=lambda pick: lengths[pick[1]])
     most = -(-len(picks) // world)
@@ -96,9 +97,9 @@ def step_batch(
     packed: bool = False,
 ) -> Batch:
     """Samples of a forward with fresh anchors, seeded by (seed, epoch, sample id). Each sample is
-    taken from `samples` once: there its features may be read.
+    taken from `samples` only once, because that may read its features.
 
-    packed: as of make_batch; it changes no result. Without picks: sample 0 without anchors, which
+    packed: as in make_batch; it changes no result. Without picks: sample 0 without anchors, which
     gives a zero loss on the same graph.
     """
     if not picks:
@@ -159,13 +160,13 @@ def step_loss(
     weigh: Weights,
     tv: float = 0.0,
 ) -> StepLoss:
-    """Forward of one batch. Its gradient is of a sum: divide it by the weight summed over all
+    """Forward of one batch. The gradient is that of a sum: divide it by the weight summed over all
     forwards of the step, on all ranks.
 
     tv is the factor of the total-variation term beside the divergence from the labels.
 
-    A batch without a supervised slot gives a zero loss on the same graph: no rank hangs. The
-    drafter's weights are float32; products run in the dtype of `embedding` and `head`.
+    A batch without a supervised slot gives a zero loss on the same graph, so that no rank waits for
+    ever. The drafter's weights are float32; products run in the dtype of `embedding` and `head`.
     """
     with mixed_precision(embedding.dtype, embedding.device.type):
         slots = batch.supervised_BNK.shape[-1] + 1

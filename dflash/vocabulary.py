@@ -1,9 +1,9 @@
 """A reduced draft vocabulary: only tokens that the traffic uses can be drafted.
 
-Beside a few layers the target's head is most of what a draft costs. What is not in the vocabulary
-is never accepted, so tau can only fall; the target still decides every token (FR-Spec, arXiv
-2502.14856). Stored as EAGLE-3 does and vLLM serves it: `lm_head.weight` [D, H], rows of the
-target's head, and `d2t` [D] int64, row i drafts token i + d2t[i].
+A drafter has few layers, so most of the cost of a draft is the target's head. A token outside the
+vocabulary is never drafted, so tau can only fall; the target still decides every token (FR-Spec,
+arXiv 2502.14856). Stored as in EAGLE-3, which vLLM serves: `lm_head.weight` [D, H], rows of the
+target's head, and `d2t` [D] int64; row i drafts token i + d2t[i].
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ from dflash.model import Drafter
 def frequent_tokens(answers: Iterable[Tensor], size: int, vocab_size: int) -> Tensor:
     """The `size` most frequent tokens of the answers, ids [size] ascending.
 
-    Equally frequent ones, and those that never occur, by the lowest id: tokenizers number their
-    merges from the commonest on.
+    Among equally frequent tokens, and those that never occur, the lowest ids are taken: tokenizers
+    number their merges from the most common on.
     """
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for ids in answers:

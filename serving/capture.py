@@ -3,20 +3,20 @@
     FLYWHEEL_CAPTURE_DIR=captured vllm serve MODEL --middleware serving.capture.Capture
 
 Every choice of /v1/chat/completions and /v1/completions becomes one JSON line; no text is kept.
-The request is changed in one way: `return_token_ids` is set, so clients see token ids they may not
-have asked for; with a tool or reasoning parser a stream then also has a chunk for tokens that show
-no text. Responses pass through as they are, streams unbuffered. What cannot be recorded is served
-untouched and counted: OUTCOMES, `flywheel_capture_total` in /metrics.
+The request is changed in one way: `return_token_ids` is set, so clients see token ids that they may
+not have asked for. With a tool or reasoning parser, a stream then also has a chunk for tokens that
+show no text. Responses pass through as they are, streams unbuffered. What cannot be recorded is
+served untouched and counted (OUTCOMES; `flywheel_capture_total` in /metrics).
 
-On the event loop a request costs one scan of its bytes (serving/capture_request.py). Parsing of
-answers and writing happen in a thread behind a queue of bounded bytes; when it is full, records are
-dropped and counted, and nothing that fails here reaches a request.
+On the event loop a request costs one scan of its bytes (serving/capture_request.py). Answers are
+parsed and written in a thread, behind a queue of bounded bytes. When it is full, records are
+dropped and counted. Nothing that fails here reaches a request.
 
 Environment: FLYWHEEL_CAPTURE_DIR; FLYWHEEL_CAPTURE_SAMPLE, the share of conversations kept
 (default 1); FLYWHEEL_CAPTURE_TARGET_ID and FLYWHEEL_CAPTURE_DRAFTER, copied into the records.
 Headers: X-Flywheel-Conversation, -Domain, -Tenant, -Language, -Consent, or the same names in the
-body's `metadata`. Any consent that is not a clear yes (store/consent.py), wherever ingest would
-look for it (store/privacy.py), means: not recorded.
+body's `metadata`. A request is not recorded if it says anything about consent that is not a clear
+yes (store/consent.py), in any place where ingest would look for it (store/privacy.py).
 """
 
 import contextlib
@@ -54,7 +54,7 @@ NOT_CAPTURED = (
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
 )
-"""Endpoints of vLLM that generate as well. Their answers are only counted."""
+"""Other endpoints of vLLM that generate. Their answers are only counted."""
 OUTCOMES = {
     "written": "records",
     "no_consent": "requests whose owner did not agree",
@@ -62,7 +62,7 @@ OUTCOMES = {
     "not_captured": "requests to another endpoint, with echo, with pictures, without a JSON object",
     "not_ok": "requests that failed",
     "no_ids": "choices without token ids (hidden reasoning)",
-    "ids_incomplete": "choices with other than the counted number of token ids",
+    "ids_incomplete": "choices whose number of token ids is not the one that vLLM counted",
     "dropped": "answers that found the queue full, or were larger than 64 MiB",
     "not_written": "records that the file system refused",
     "failed": "faults of the capture itself",
@@ -72,14 +72,16 @@ MAX_RESPONSE_BYTES = 64 << 20
 _outcomes = Counter(
     "flywheel_capture", "Traffic capture: requests and records by outcome", ["outcome"]
 )
-for _name in OUTCOMES:  # a zero can be seen, a missing line cannot
+for _name in OUTCOMES:  # so that a count of zero is in /metrics, too
     _outcomes.labels(_name)
 _faulty = OncePerMinute()
 logger = logging.getLogger("vllm.flywheel.capture")
 
 
 class Capture:
-    """See the module. Raises ValueError at start-up for a missing or unusable folder."""
+    """The middleware; see the module. Raises ValueError at start-up for a missing or unusable
+    folder, or a FLYWHEEL_CAPTURE_SAMPLE outside 0..1.
+    """
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -91,7 +93,7 @@ class Capture:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection; the end of the application's life ends the writer."""
+        """Serve one connection. When the application shuts down, the writer is closed."""
         if scope["type"] == "lifespan":
             try:
                 await self.app(scope, receive, send)
@@ -125,7 +127,7 @@ class Capture:
                 self._submit(scope, asked, adapter or _adapter(scope, asked), recorder, route)
 
     def _wanted(self, scope: Scope, body: bytes) -> Asked | None:
-        """The request if it is to be recorded; None, and counted, if not."""
+        """The request if it is to be recorded; if not, it is counted and None returned."""
         try:
             asked = capture_request.read(scope["headers"], body, _text_only(scope))
         except (ValueError, RecursionError):
@@ -161,7 +163,7 @@ class Capture:
 
 
 class _Recorder:
-    """`send` that keeps references to the body's chunks while passing every message on."""
+    """A `send` that passes every message on and keeps references to the chunks of the body."""
 
     def __init__(self, send: Send) -> None:
         self.send = send
@@ -186,7 +188,7 @@ class _Recorder:
 def _route(scope: Scope) -> str:
     """The path of a POST as the server's routes know it, "" for everything else.
 
-    A proxy may leave the server's --root-path in front of it.
+    A proxy may leave the server's --root-path in front of it; that is removed.
     """
     if scope["type"] != "http" or scope["method"] != "POST":
         return ""
@@ -221,28 +223,29 @@ def _with_token_ids(scope: Scope, body: bytes) -> tuple[Scope, list[Message]]:
 
 
 def _state(scope: Scope, name: str) -> Any:
-    """What vLLM's server keeps under that name; None if it is another application."""
+    """What vLLM's server keeps under that name in its state; None for another application."""
     return getattr(getattr(scope.get("app"), "state", None), name, None)
 
 
 def _adapter(scope: Scope, asked: Asked) -> str | None:
-    """The LoRA adapter that vLLM serves under the requested model name, if it is one now."""
+    """The requested model name if vLLM now serves a LoRA adapter under it, else None."""
     name = asked.fields.get("model")
     adapters = getattr(_state(scope, "openai_serving_models"), "lora_requests", {})
     return name if isinstance(name, str) and name in adapters else None
 
 
 def _text_only(scope: Scope) -> bool:
-    """Whether the server takes nothing but text, so that no request has to be searched for more."""
+    """Whether the server takes text only, so that requests need not be searched for other parts."""
     model = getattr(_state(scope, "vllm_config"), "model_config", None)
     return model is not None and not (model.is_multimodal_model or model.enable_prompt_embeds)
 
 
 def _sampling_defaults(scope: Scope) -> dict[str, Any]:
-    """What vLLM samples with where a request is silent, and does to every choice.
+    """The sampling parameters that vLLM uses where a request sets none, and what it does to every
+    choice.
 
-    From the model's generation_config.json, --override-generation-config, --logits-processors and
-    --tool-strict-level; store.shaping reads it.
+    They come from the model's generation_config.json, --override-generation-config,
+    --logits-processors and --tool-strict-level; store.shaping reads them.
     """
     chat = _state(scope, "openai_serving_chat")
     completion = _state(scope, "openai_serving_completion")
@@ -259,8 +262,8 @@ def _sampling_defaults(scope: Scope) -> dict[str, Any]:
 
 
 def _is_sampled(conversation: str | None, share: float) -> bool:
-    """The same for all requests of a conversation; by chance where a request names none, also in
-    the words of clients that have no value ("None"): all of them would be one conversation.
+    """Whether a request is in the sample: the same for all requests of a conversation. Random where
+    a request names none, or sends a placeholder such as "None", which is no single conversation.
     """
     named = None if says_nothing(conversation) else conversation
     return zlib.crc32((named or os.urandom(8).hex()).encode()) < share * 2**32
@@ -274,7 +277,10 @@ def _share(text: str) -> float:
 
 
 def _new_file(folder: str) -> Path:
-    """A name of this process's own below `folder`, which is created."""
+    """A file of this process alone below `folder`, which is created.
+
+    Raises ValueError if `folder` is not set or not writable.
+    """
     if not folder:
         raise ValueError("FLYWHEEL_CAPTURE_DIR is not set: name the folder for captured traffic")
     Path(folder).mkdir(parents=True, exist_ok=True)

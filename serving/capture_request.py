@@ -1,8 +1,8 @@
-"""What a request says, read from its raw bytes without building what nobody needs.
+"""What a request says, read from its raw bytes; only what is needed is decoded.
 
-The body is cut into its top-level fields (msgspec: a scan that copies nothing); prompts stay bytes.
-Only the few fields below are decoded, so a body of 10 MB costs the event loop a fraction of what
-the server's own parsing costs (bench/capture.py).
+The body is split into its top-level fields (msgspec: a scan that copies nothing); prompts stay
+bytes. Only the few fields below are decoded, so a body of 10 MB costs the event loop a fraction of
+what the server's own parsing costs (bench/capture.py).
 """
 
 import re
@@ -19,8 +19,8 @@ from store.objects import KEYS, PLACES, copies, decode
 from store.privacy import answers
 from store.shaping import FIELDS, shaped_by
 
-HEADER = b"x-flywheel-"  # ASGI has header names in lower case
-# Content parts that reach the model as something other than the ids in the answer.
+HEADER = b"x-flywheel-"  # ASGI gives header names in lower case
+# Content parts that reach the model as something other than the prompt ids of the response.
 NOT_TEXT = (
     "image_url",
     "input_image",
@@ -33,10 +33,10 @@ NOT_TEXT = (
     "video_embeds",
     "prompt_embeds",
 )
-# vLLM raises every temperature between 0 and this one to it.
+# vLLM raises temperatures between 0 and this value to this value.
 LOWEST_TEMPERATURE = 0.01
 
-_ESCAPED = re.compile(rb"\\u00[2-7]")  # a name may be written in escapes
+_ESCAPED = re.compile(rb"\\u00[2-7]")  # a field's name may be written with \u escapes
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -53,7 +53,7 @@ class Sampler(BaseModel):
     stream: bool = False
 
     def record(self) -> dict[str, Any]:
-        """The fields by their names in a record, as vLLM uses them."""
+        """The fields under their names in a record, with the values that vLLM uses."""
         warm = self.temperature > 0
         return {
             "model": self.model,
@@ -75,17 +75,17 @@ class Asked:
 
     fields: dict[str, Any]  # what Sampler and shaped_by read, as the client wrote it
     labels: dict[str, str | None]  # store.labels
-    said: bool  # whether consent was spoken of
+    said: bool  # whether the request says anything about consent
     consents: bool
-    plain: bool  # False: no echo of the prompt asked for, and nothing but text in it
+    plain: bool  # whether no echo of the prompt is asked for, and the prompt is text only
 
     def record(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """What a record says about the request; defaults: the server's sampling parameters.
 
-        Raises pydantic.ValidationError for fields that vLLM refuses, too.
+        Raises pydantic.ValidationError for fields that vLLM refuses as well.
         """
         said = {name: value for name, value in self.fields.items() if value is not None}
-        effort = said.get("reasoning_effort")  # vLLM turns it into thinking or not
+        effort = said.get("reasoning_effort")  # vLLM derives from it whether to think
         thinking = None if effort is None else effort != "none"
         thinking = said.get("chat_template_kwargs", {}).get("enable_thinking", thinking)
         return Sampler.model_validate({**defaults, **said}).record() | {
@@ -99,10 +99,10 @@ class Asked:
 def read(
     headers: Iterable[tuple[bytes, bytes]], body: bytes, text_only: bool = False
 ) -> Asked | None:
-    """The request; None for a body that is no JSON object or an empty one: vLLM refuses it, too.
+    """The request; None for a body that is no JSON object or an empty one: vLLM refuses it as well.
 
     text_only: the server refuses pictures and the like, so messages need not be searched for them.
-    Raises ValueError or RecursionError for damage inside the object.
+    Raises ValueError or RecursionError for an object that cannot be decoded.
     """
     if not body.lstrip().startswith(b"{"):
         return None
@@ -129,9 +129,9 @@ def read(
 
 
 def with_token_ids(body: bytes) -> bytes:
-    """The same JSON object with `return_token_ids` set; it must have a member already.
+    """The same JSON object with `return_token_ids` set; it must not be empty.
 
-    Of equal names the last is in force, whatever the client said before.
+    The name is appended: of equal names the last counts, whatever the client wrote before.
     """
     end = len(body.rstrip()) - 1
     return b"".join((memoryview(body)[:end], b',"return_token_ids":true}'))
@@ -145,9 +145,10 @@ def _is_text(raw: dict[str, msgspec.Raw]) -> bool:
 
 
 def _spoken(raw: dict[str, msgspec.Raw], body: bytes) -> dict[Any, Any]:
-    """The members of the body that may speak of consent or hold labels, written once or more often.
+    """The members of the body that may speak of consent or hold labels.
 
-    A no could stand in any copy of a member: then the whole body is read, which takes time.
+    A name may stand there more than once, and any copy of it may hold a no. Then the whole body is
+    decoded, which takes longer.
     """
     names = [name for name in raw if name.lower() in KEYS or name.lower() in PLACES]
     if not names:
@@ -160,7 +161,7 @@ def _spoken(raw: dict[str, msgspec.Raw], body: bytes) -> dict[Any, Any]:
 
 
 def _text(value: bytes) -> str:
-    """A header's value: UTF-8 as clients send it today, Latin-1 as HTTP once had it."""
+    """A header's value: UTF-8 as clients send it today, else Latin-1 as in older HTTP."""
     try:
         return value.decode()
     except UnicodeDecodeError:

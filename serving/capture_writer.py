@@ -28,13 +28,13 @@ class Choice(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """vLLM's own count, over all choices."""
+    """vLLM's own count of output tokens, over all choices."""
 
     completion_tokens: int | None = None
 
 
 class Answer(msgspec.Struct):
-    """What is read of a response, or of one event of a stream; the rest is skipped unseen."""
+    """The fields that are read of a response, or of one event of a stream; others are skipped."""
 
     id: str | None = None
     prompt_token_ids: list[int] | None = None
@@ -56,13 +56,13 @@ class Exchange:
 
 
 class OncePerMinute:
-    """What may happen with every request is logged once a minute, with how often it happened."""
+    """Limits a message that every request could cause to one a minute, with a count."""
 
     def __init__(self) -> None:
         self._next, self._unsaid = 0.0, 0
 
     def due(self) -> int:
-        """How many there were since the last line, this one included; 0 if it is too early."""
+        """How often it happened since the last message, now included; 0 if it is too early."""
         self._unsaid += 1
         if time.monotonic() < self._next:
             return 0
@@ -72,7 +72,8 @@ class OncePerMinute:
 
 
 class Writer:
-    """Appends the records of exchanges to one file; `count(outcome, n)` hears what became of each.
+    """Appends the records of exchanges to one file; calls `count(outcome, n)` with what became of
+    each.
 
     Outcomes: written (lines), dropped (queue full), no_ids (a choice without token ids),
     ids_incomplete (fewer or more ids than tokens that vLLM counted), not_written (the file system
@@ -146,7 +147,7 @@ class Writer:
                 logger.warning("captured answers lost: %d, %s", times, error)
 
     def _append(self, lines: bytes) -> None:
-        """Add whole lines, or nothing: a part that a full disk took is cut off again."""
+        """Append whole lines or nothing: if the disk fills up, a written part is cut off again."""
         if not lines:
             return
         # Opened for each exchange: the file, or its folder, may have been moved away.
@@ -172,7 +173,7 @@ def _cut(stream: FileIO, end: int) -> None:
 def records(exchange: Exchange) -> tuple[list[dict[str, Any]], int | None]:
     """(one record per choice, vLLM's count of output tokens over all of them if it was sent).
 
-    A choice without a finish reason is `abort`: its client went away. `spec` is null for streams
+    A choice without a finish reason gets `abort`: its client went away. `spec` is null for streams
     whose client did not ask for usage (vLLM puts the metrics there) and for n > 1.
     """
     name, prompt, spec, tokens = None, None, None, None
@@ -181,7 +182,7 @@ def records(exchange: Exchange) -> tuple[list[dict[str, Any]], int | None]:
         name = part.id or name
         prompt = part.prompt_token_ids or prompt
         spec = (part.metrics or {}).get("speculative_decoding") or spec
-        # In a stream usage may come with every choice, and counts that choice alone.
+        # In a stream, usage may come with every choice; it then counts that choice alone.
         if part.usage is not None and not (exchange.record["stream"] and part.choices):
             tokens = part.usage.completion_tokens
         for choice in part.choices:
@@ -212,7 +213,7 @@ def _merge(choices: dict[int, Choice], part: Choice) -> None:
 
 
 def _parts(exchange: Exchange) -> Iterator[Answer]:
-    """A whole response is a stream of one part; an aborted one has no usable part."""
+    """The parts of an answer. A response without streaming is one part, or none if cut off."""
     body = b"".join(exchange.chunks)
     if not exchange.record["stream"]:
         if exchange.complete:

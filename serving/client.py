@@ -17,7 +17,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prompt: chat messages, or token ids as they are. The labels reach the capture."""
+    """One prompt: chat messages, or token ids as they are. The labels are sent for the capture."""
 
     prompt: Messages | list[int]
     max_tokens: int
@@ -44,7 +44,7 @@ class Completion:
     finish_reason: str
     spec: dict[str, Any] | None
     top_logprobs: list[dict[int, float]]  # per output token, where `extra` asked for them
-    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # per prompt token, too
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # per prompt token
     started: float  # seconds since the epoch
     seconds: float
     decode_seconds: float | None  # from the first output token to the last, by vLLM's clock
@@ -66,9 +66,10 @@ class Speed:
 def complete(
     url: str, requests: Sequence[Request], concurrency: int, label: str = ""
 ) -> list[Completion]:
-    """Answers in the order of the requests, `concurrency` of them in flight; progress if labelled.
+    """Answers in the order of the requests, `concurrency` of them in flight at a time. With a
+    `label`, progress is shown.
 
-    Raises ValueError with the server's own words if it refuses a request, or cannot be reached.
+    Raises ValueError if the server refuses a request (with its own words) or cannot be reached.
     """
     return asyncio.run(_complete(url, requests, concurrency, label))
 
@@ -125,7 +126,9 @@ async def _ask(client: httpx.AsyncClient, request: Request) -> Completion:
 
 
 def _top_logprobs(choice: dict[str, Any]) -> list[dict[int, float]]:
-    """Of /v1/completions with `return_tokens_as_token_ids`, whose keys read "token_id:123"."""
+    """Top log-probabilities of a /v1/completions choice that was asked for with
+    `return_tokens_as_token_ids`: its keys read "token_id:123".
+    """
     positions = (choice.get("logprobs") or {}).get("top_logprobs") or []
     return [{int(key.partition(":")[2]): p for key, p in top.items()} for top in positions]
 
@@ -180,11 +183,13 @@ def compare_speeds(
 ) -> list[Speed]:
     """Output tokens per second of a plain and a drafting server, for each concurrency in `loads`.
 
-    Each pass sends all requests to one server and waits; the order within a pair alternates, so
-    drift of the machine hits both. One unmeasured request per server and load comes first. Both
-    servers may run: an idle one costs nothing measurable. `sides` give the URLs; where only one
-    server can run at a time they start it, and not `interleaved`, each side is asked once for all
-    its passes: drift then counts as speed.
+    Each pass sends all requests to one server and waits for the answers. The order within a pair of
+    passes alternates, so drift of the machine hits both servers. One unmeasured request per server
+    and load comes first. Both servers may run: an idle one costs nothing measurable.
+
+    sides: functions that return the URL of the plain and of the drafting server, called before each
+    pass. Where only one server can run at a time, they start it. Then `interleaved` must be False:
+    all passes of one side run in a row, and drift of the machine counts as speed.
     """
     passes = (
         [

@@ -1,7 +1,7 @@
 """vLLM's hidden-state connector, made to work on CPUs and to hand tensors over in memory.
 
-The shipped one (vLLM 0.32) copies through pinned memory and CUDA events, which a CPU lacks. The
-extracting engine runs inside the process that asks (serving.extract), so nothing needs a file.
+vLLM's own one (0.32) copies through pinned memory and CUDA events, which a CPU lacks. The engine
+that extracts runs inside the process that asks (serving.extract), so no file is needed.
 """
 
 import torch
@@ -16,7 +16,7 @@ FINISHED: dict[str, torch.Tensor] = {}
 
 
 class _Copied:
-    """Stands for the CUDA event of a copy that has already ended."""
+    """Stands in for the CUDA event of a copy that has already ended."""
 
     def query(self) -> bool:
         return True
@@ -31,6 +31,6 @@ class InMemoryConnector(ExampleHiddenStatesConnector):
         offsets = torch.arange(self._block_size)
         slots = (blocks[:, None] * self._block_size + offsets).flatten().to(self._kv_cache.device)
         states = extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids))
-        # A copy even on the CPU: the blocks go to the next request as soon as this returns.
+        # Copied even on the CPU: the next request may get these blocks as soon as this returns.
         FINISHED[pending.filename] = states.to("cpu", copy=True)
         self._req_copy_events[pending.req_id] = _Copied()  # type: ignore[assignment]

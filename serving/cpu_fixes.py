@@ -1,16 +1,16 @@
-"""Two faults of vLLM 0.32 on CPUs, worked round by a plugin of the group `vllm.general_plugins`.
+"""Two faults of vLLM 0.32 on CPUs, worked around by a plugin of the group `vllm.general_plugins`.
 
 Key norm: `ops.rms_norm` with a [layers, head_dim] weight must use one row per layer; the CPU kernel
-uses row 0 for all. A DFlash drafter of two or more layers then sees wrong context keys: its text
-stays right, its acceptance drops without a word. (CUDA had the same fault until vLLM #46761.)
+uses row 0 for all. A DFlash drafter of two or more layers then sees wrong context keys. The text
+stays right, but acceptance drops without any message. (CUDA had this fault until vLLM #46761.)
 
 Expansion: the CPU override of the rejection sampler's `expand_kernel` writes into a temporary int64
 copy, so temperature, top-k and top-p of every batch that is not all greedy are uninitialised
 memory: with any speculative method, the greedy answers of that batch are wrong too (vLLM #55005).
 
 `register` is the entry point; vLLM calls it in each of its processes, before it reads the kernel
-overrides. `check` computes both on the vLLM that is running and names what is wrong;
-serving.worker refuses to load a drafter while anything is.
+overrides. `check` tests both on the running vLLM and names the faults that it finds; serving.worker
+refuses to load a drafter while there is one.
 """
 
 from typing import Any
@@ -91,7 +91,7 @@ def expand(
 
 
 def check() -> list[str]:
-    """Names of the FAULTS that this process's vLLM has, computed with its own code; [] is good.
+    """Names of the FAULTS that this process's vLLM has, found by running its own code; [] if none.
 
     On a CPU it imports the drafter's model class (a few seconds the first time); elsewhere the
     faults do not exist and nothing is computed.
@@ -117,7 +117,7 @@ def require() -> None:
 
 
 def _key_norm_is_right() -> bool:
-    """Two layers with unlike weights through DFlash's own context-key norm."""
+    """Send two layers with different weights through DFlash's own context-key norm."""
     from types import SimpleNamespace
 
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
@@ -130,7 +130,7 @@ def _key_norm_is_right() -> bool:
 
 
 def _expansion_is_right() -> bool:
-    """Temperatures [0, 0.5, 2] through the rejection sampler's own launch of the kernel."""
+    """Send temperatures [0, 0.5, 2] through the rejection sampler's own launch of the kernel."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON, dispatcher
     from vllm.v1.sample import rejection_sampler

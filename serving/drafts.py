@@ -1,4 +1,4 @@
-"""Which tokens vLLM drafted: what serving.worker wrote down, cut into the rounds of an answer."""
+"""Which tokens vLLM drafted: what serving.worker recorded, split into the rounds of an answer."""
 
 import json
 from collections import defaultdict
@@ -23,8 +23,8 @@ def read_drafts(path: Path) -> Recorded:
 def drafted(answer: Completion, recorded: Recorded) -> list[list[int]]:
     """The drafts of each round of `answer`, as many rounds as serving.vllm_counts.rounds has.
 
-    The last step of a request also drafts, for a round that never comes, and so do steps before
-    its prompt is complete: the rounds are the last ones before the very last.
+    The last step of a request also drafts, for a round that never comes. Steps before its prompt is
+    complete draft, too. So the rounds are the last steps before the final one.
     Raises ValueError if the server did not record this answer.
     """
     steps = next(

@@ -1,4 +1,4 @@
-"""The target's features out of vLLM: the harvest backend `vllm`.
+"""The target's features, computed by vLLM: the harvest backend `vllm`.
 
 vLLM's kernels and quantisation produce what the served drafter will see, and its batching needs no
 padding. Same interface and result as dflash.target_model.Target.features.
@@ -15,7 +15,7 @@ from torch import Tensor
 from dflash.drafter_config import check_taps
 from dflash.target_model import Features, open_tensors, read_target_config
 
-FLUSH_STEPS = 8  # engine steps after the last answer; its states follow with the next one
+FLUSH_STEPS = 8  # most extra engine steps after the last answer, whose states come a step later
 
 
 class Extractor:
@@ -41,7 +41,7 @@ class Extractor:
         if norm is None:
             raise ValueError(f"{target} has no tensor model.norm.weight: unknown layout")
         self.norm, self.epsilon = norm.float(), config["rms_norm_eps"]
-        # vLLM counts boundaries, id 0 being the embedding; the last one is before the final norm.
+        # vLLM counts layer boundaries, 0 being the embedding. The last is before the final norm.
         boundaries = [tap + 1 for tap in self.taps] + [config["num_hidden_layers"]]
         self.llm = _engine(target, boundaries, dtype, kv_cache_gib, max_batch_tokens)
 
@@ -63,7 +63,9 @@ class Extractor:
         return [self._split(one) for one in self._take(paths)]
 
     def room(self) -> int:
-        """The most tokens of a sequence: each is a prompt, and one more token is asked for."""
+        """The most tokens that a sequence may have in `features`: it is sent as a prompt, and one
+        more token is generated.
+        """
         return self.llm.llm_engine.model_config.max_model_len - 1
 
     def _take(self, paths: list[str]) -> list[Tensor]:

@@ -1,10 +1,11 @@
 """Greedy text with a drafter against greedy text without it, judged by a control.
 
-Two correct computations of one engine choose differently where two tokens tie, and a drafter
+Two correct computations of one engine may choose differently where two tokens nearly tie. A drafter
 changes how the target computes: it verifies many tokens in one pass. The control does the same
-without a drafter: the plain server reads its own answers in one pass each, and where a token is not
-its choice then, rounding decided. The drafted answers are read by the same server in the same way.
-A drafter is lossless if its tokens lose no more often and by no more than the plain server's own.
+without a drafter: the plain server reads each of its own answers in one pass. A token that is not
+its first choice then is "lost": rounding decided. The same server reads the drafted answers in the
+same way. A drafter is lossless if its tokens are lost no more often than the plain server's own,
+and by no larger gaps.
 """
 
 from collections.abc import Sequence
@@ -14,25 +15,27 @@ from math import comb
 from serving.client import Completion, Request, complete
 
 LEVEL = 1e-3
-"""Chance of an alarm about the number of lost tokens where the drafter changes nothing."""
+"""Probability of a false alarm about the number of lost tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """Answers read again in one pass each: per answer and token, by how much log probability it is
-    below the reader's first choice; 0: it is the choice.
+    """Answers read again in one pass each.
+
+    gaps: for each answer and token, by how much its log-probability is below that of the reader's
+    first choice; 0 if it is the first choice.
     """
 
     gaps: list[list[float]]
 
     @property
     def tokens(self) -> int:
-        """Tokens that were read."""
+        """Number of tokens that were read."""
         return sum(map(len, self.gaps))
 
     @property
     def lost(self) -> int:
-        """Tokens that are not the reader's choice."""
+        """Number of tokens that are not the reader's first choice."""
         return sum(gap > 0 for answer in self.gaps for gap in answer)
 
     @property
@@ -43,10 +46,11 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Two greedy answers that part, and by how much the drafted one loses at most.
+    """Two greedy answers that differ.
 
-    position: in the output, of the first token that differs. gap: the largest of the drafted answer
-    from there on; None: one answer is the beginning of the other, which no tie explains.
+    position: index in the output of the first token that differs. gap: the largest gap of the
+    drafted answer from there on; None if one answer is the beginning of the other, which no tie
+    explains.
     """
 
     index: int  # of the request
@@ -60,7 +64,7 @@ class Difference:
 class GreedyReport:
     """Drafted against plain; `different` must be empty.
 
-    chance: that so many tokens or more are lost where the drafter changes nothing.
+    chance: probability that so many tokens or more are lost although the drafter changes nothing.
     """
 
     requests: int
@@ -74,10 +78,10 @@ class GreedyReport:
 
 
 def read_again(url: str, answers: Sequence[Completion], concurrency: int, label: str) -> Reading:
-    """The answers under a server's log probabilities, each in one pass over prompt and answer.
+    """Let a server read the answers again, each in one pass over prompt and answer.
 
-    The last token is what the server is asked for, so an answer that fills max_model_len is read,
-    too.
+    The last token is not sent: the server generates one token there, whose log-probabilities are
+    used. So an answer that fills max_model_len can be read, too.
     """
     asked = [
         Request(
@@ -106,11 +110,12 @@ def judge(
     reading: Reading,
     bound: float,
 ) -> GreedyReport:
-    """What of the drafted answers (and their `reading`) the plain ones (`control`) do not explain.
+    """Find what of the drafted answers (and their `reading`) the `control` does not explain.
 
-    Too large: a gap above `bound` (of a near tie in this dtype) and above every gap of the control.
-    Too many: more lost tokens, by Fisher's exact test at LEVEL; then all texts that part are
-    `different`. Raises ValueError if the prompts are not the same.
+    A gap is too large if it is above `bound` (a near tie in this dtype) and above every gap of the
+    control. Lost tokens are too many if Fisher's exact test finds more than in the control, at
+    LEVEL; then all texts that differ are `different`. Raises ValueError if the prompts are not the
+    same.
     """
     bound = max(bound, control.largest)
     chance = fisher(reading.lost, reading.tokens, control.lost, control.tokens)
@@ -151,9 +156,9 @@ def _difference(
 
 
 def fisher(hits: int, of: int, other_hits: int, of_others: int) -> float:
-    """Chance that at least `hits` of all hits fall into the first group: one-sided exact test.
+    """Probability that at least `hits` of all hits fall into the first group: one-sided exact test.
 
-    5 of 5 against 0 of 5: 1 / 252.
+    Example: 5 of 5 against 0 of 5 gives 1 / 252.
     """
     total = comb(of + of_others, hits + other_hits)
     tail = sum(

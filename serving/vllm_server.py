@@ -1,4 +1,4 @@
-"""A vLLM server as a context manager: checked before it starts, stopped however its user ends.
+"""A vLLM server as a context manager: checked before it starts, stopped however its block ends.
 
 Used as `with Server("target", drafter="drafter", log="serve.log") as server: ... server.url`.
 """
@@ -36,11 +36,11 @@ class Server:
     drafter: Path | str | None = None
     k: tuple[int, ...] = ()  # drafts per round by batch size, see vllm_args; (): block_size - 1
     host: str = "127.0.0.1"
-    port: int = 0  # 0: a free one. The real one once started
+    port: int = 0  # 0: a free one; after the start, the one in use
     dtype: str = "float32"
     max_model_len: int = 2048
     max_num_seqs: int = 16
-    kv_cache_gib: int = 2  # on a CPU
+    kv_cache_gib: int = 2  # on a CPU only
     threads: int = 0  # on a CPU; 0: one per core this process may use
     eager: bool = True
     capture: Path | str | None = None  # folder for captured traffic; None: off
@@ -93,7 +93,7 @@ class Server:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=os.environ | self.environment(),
-                start_new_session=True,  # Ctrl-C reaches us alone, and we stop the whole group
+                start_new_session=True,  # Ctrl-C reaches only us, and we stop the whole group
             )
 
     def wait_until_ready(self) -> None:
@@ -123,7 +123,7 @@ class Server:
             return False
 
     def wait(self) -> int:
-        """Block until vLLM ends by itself; its exit code."""
+        """Block until vLLM ends by itself; returns its exit code."""
         assert self._process is not None, "start() comes first"
         return self._process.wait()
 
@@ -145,9 +145,9 @@ class Server:
     def vllm_args(self) -> list[str]:
         """The arguments for vLLM's API server; `k` and `port` are taken as they are now.
 
-        k[b - 1] drafts per round while b requests decode, k[-1] for every larger batch: a round
-        of K drafts costs more steps the larger the batch. vLLM gives a DFlash drafter K + 1 slots
-        in each round, so a round is what replay computes at that K.
+        k[b - 1] drafts per round while b requests decode, k[-1] for every larger batch: the larger
+        the batch, the more plain steps a round of K drafts costs. vLLM gives a DFlash drafter K + 1
+        slots in each round, so a round is what replay computes at that K.
         """
         args = ["--model", str(self.target), "--served-model-name", SERVED_NAME]
         args += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
@@ -164,8 +164,8 @@ class Server:
         if vllm_runs_on_cpu():
             args += ["--worker-cls", "serving.worker.CheckedCPUWorker"]
             args += ["--distributed-executor-backend", "uni"]
-            # vLLM caches prompts by whole blocks, 128 tokens on a CPU, and with a drafter drops
-            # the last one that hits: smaller blocks let short prompts reuse their prefix.
+            # vLLM caches prompts in whole blocks (128 tokens on a CPU), and with a drafter does not
+            # reuse the last one that hits. Smaller blocks let short prompts reuse their prefix.
             args += ["--block-size", "32"]
         return [*args, *self.args]
 
@@ -173,18 +173,17 @@ class Server:
         """Variables for vLLM and for the capture, over those of this process."""
         values = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         if vllm_runs_on_cpu():
-            # The worker runs inside the engine's process ("uni"): one process and one import
-            # fewer, and no message queue that spins between them. vLLM allows it on a CPU only
-            # with this switch, because of thread binding, which is off on purpose: it would
-            # take one of two cores away.
+            # The worker runs inside the engine's process ("uni"). That saves a process, its imports
+            # and a message queue that spins. On a CPU vLLM allows it only with this switch, because
+            # of thread binding. Binding is off on purpose: it would take one of two cores away.
             values |= {
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
                 "OMP_NUM_THREADS": str(self.threads or _usable_cores()),
-                # Threads that wait spin a third of a millisecond, then sleep. Without spinning a
-                # quiet machine loses a third of its speed at concurrency 1 (15 against 22
-                # tokens/s); with libgomp's default a shared one collapses (1.7 against 12.7).
+                # Waiting threads spin for a third of a millisecond, then sleep. Without spinning,
+                # an idle machine loses a third of its speed at concurrency 1 (15 instead of 22
+                # tokens/s). With libgomp's default, a shared one gives 1.7 instead of 12.7.
                 "GOMP_SPINCOUNT": "20000",
             }
         if self.capture is not None:
@@ -209,7 +208,7 @@ class Server:
 
 
 def drafts_per_round(k: Sequence[int]) -> dict[str, object]:
-    """`k` by batch size (see Server.vllm_args) in the words of vLLM's speculative config."""
+    """`k` by batch size (see Server.vllm_args) as keys of vLLM's speculative config."""
     config: dict[str, object] = {"num_speculative_tokens": max(k)}
     if len(set(k)) > 1:
         config["num_speculative_tokens_per_batch_size"] = [

@@ -1,8 +1,9 @@
-"""The vLLM worker that `serving.vllm_server` asks for on CPUs: it refuses a drafter it would spoil.
+"""The vLLM worker that `serving.vllm_server` asks for on CPUs; it refuses to run a drafter wrongly.
 
-A missing plugin makes no noise by itself, so the check sits in the process that would compute
-wrongly, before any weight is read. The same worker can write down what it drafts: vLLM reports how
-many drafts it accepted, never which tokens it drafted (serving.drafts reads them).
+Without its plugin (serving.cpu_fixes) vLLM computes wrongly and reports nothing. So the check is in
+the process that would compute, before any weight is read. The worker can also record what it
+drafts, for serving.drafts: vLLM reports how many drafts it accepted, but never which tokens it
+drafted.
 """
 
 import json
@@ -22,7 +23,7 @@ class CheckedCPUWorker(CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         threads = os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())
-        torch.set_num_threads(int(threads))  # one before, see serving.launch
+        torch.set_num_threads(int(threads))  # until here it was one, see serving.launch
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the weights; with a speculative config, only after cpu_fixes.require()."""
@@ -31,7 +32,9 @@ class CheckedCPUWorker(CPUWorker):
         super().load_model(*args, **kwargs)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """What the scheduler asks for after every step; appended to the file FLYWHEEL_DRAFTS."""
+        """The drafts that the scheduler asks for after every step. They are also appended to the
+        file that FLYWHEEL_DRAFTS names, if it is set.
+        """
         taken = super().take_draft_token_ids()
         path = os.environ.get("FLYWHEEL_DRAFTS")
         if taken is not None and path:

@@ -6,11 +6,12 @@ YES = {"true", "yes", "1"}
 
 
 def consents(*said: Any) -> bool:
-    """Whether everything that was said is a clear yes; None says nothing.
+    """Whether every given value is a clear yes. None means that nothing was said and is ignored.
 
-    A value may hold several answers, as a proxy joins two headers ("false, true"): any part that
-    is not a clear yes ("off", "", a misspelling, a list) is a no, and one no wins over every yes.
-    Nothing said at all is consent: whoever runs the capture decided to record.
+    A value may hold several answers, because a proxy joins repeated headers ("false, true"). Any
+    answer that is not a clear yes ("off", "", a misspelling, a list) is a no, and one no outweighs
+    every yes. If nothing was said at all, that is consent: whoever runs the capture decided to
+    record.
     """
     if any(isinstance(value, list | dict) for value in said):
         return False

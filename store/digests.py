@@ -10,15 +10,17 @@ from store import files
 from store.log_files import is_packed, open_log
 
 SETTLED = 2_000_000_000
-"""Nanoseconds: in a younger file a second write may leave the times as they are."""
+"""Nanoseconds. Digests of younger files are not kept: a second write may not change their times."""
 Digest = tuple[int, str, dict[int, str]]
 
 
 def digest_log(path: Path, sizes: set[int]) -> Digest:
-    """(bytes, sha256, {n: sha256 of the first n bytes} for the `sizes` that fit) in one reading.
+    """Size in bytes, sha256, and {n: sha256 of the first n bytes} of a log, in one pass.
 
-    The prefixes tell whether a log is an older one that has grown. Of a compressed log the
-    decompressed bytes count: rotating and compressing it makes no new log.
+    n is every one of `sizes` that the log reaches, and its own size. The prefixes tell whether a
+    log is an older one that has grown. For a compressed log, the decompressed bytes are counted and
+    hashed, so a log that is rotated and compressed is not a new one. Raises ValueError if the file
+    became shorter while it was read.
     """
     digest, done, prefixes = hashlib.sha256(), 0, {}
     with open_log(path) as stream:
@@ -42,7 +44,7 @@ def digest_log(path: Path, sizes: set[int]) -> Digest:
 
 
 class Digests:
-    """Digests by path, size, times and inode in one JSON file. A damaged file is none."""
+    """Digests by path, size, times and inode in one JSON file. A damaged file counts as empty."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -53,7 +55,7 @@ class Digests:
         self.known: dict[str, Any] = known if isinstance(known, dict) else {}
 
     def get(self, log: Path) -> Digest | None:
-        """The digest of a log that did not change since it was kept."""
+        """The kept digest of a log; None if there is none or the log has changed since."""
         entry = self.known.get(str(log))
         try:
             if not entry or entry["stamp"] != stamp(log):
@@ -61,10 +63,13 @@ class Digests:
             prefixes = {int(n): str(sha256) for n, sha256 in entry["prefixes"].items()}
             return int(entry["bytes"]), str(entry["sha256"]), prefixes
         except (KeyError, TypeError, ValueError, AttributeError):
-            return None  # of another form: the log is read again
+            return None  # not in the form that is written here: the log is read again
 
     def keep(self, digests: dict[Path, tuple[list[int], Digest]]) -> None:
-        """Write these, each with the stamp its file had before it was read."""
+        """Keep these digests and drop all others; files younger than SETTLED are left out.
+
+        digests: path -> (the stamp its file had before it was read, its digest).
+        """
         now = time.time_ns()
         self.known = {
             str(log): {"stamp": seen, "bytes": size, "sha256": sha256, "prefixes": prefixes}

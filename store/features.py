@@ -1,11 +1,11 @@
 """The feature cache: bf16 tensors as two byte planes, since Arrow has no bfloat16.
 
-High bytes (sign, exponent) repeat and compress well, low bytes hardly do: apart, zstd-1 stores
-0.70 of the raw size and reads faster than one mixed column.
+High bytes (sign, exponent) repeat and compress well; low bytes hardly do. Stored apart, zstd-1
+needs 0.70 of the raw size, and they read faster than one mixed column.
 
-Features are not believed when read. A row carries a digest of the token ids it was made from and
-one of its bytes; the second is seeded with the sample's name and the first, so features exchanged
-between two samples are noticed, too.
+Features are checked when they are read. A row carries two digests: of the token ids it was made
+from, and of its feature bytes. The second is seeded with the sample's name and the first digest, so
+features that were swapped between two samples are noticed too.
 """
 
 import hashlib
@@ -38,7 +38,10 @@ def cache_key(target_id: str, taps: list[int], dtype: str, top_k: int = 0) -> st
 
 
 def encode(features: "torch.Tensor") -> tuple[bytes, bytes]:
-    """Split bf16 [T, D] into its (high, low) bytes, each T * D long. Bit exact."""
+    """Split bf16 [T, D] into its (high, low) bytes, each T * D long. Bit exact.
+
+    Raises ValueError for another dtype or number of dimensions.
+    """
     import torch
 
     if features.dtype != torch.bfloat16 or features.dim() != 2:
@@ -80,7 +83,9 @@ def features_row(sample_id: str, ids: Ids, features: "torch.Tensor") -> dict[str
 
 
 def top_row(row: Mapping[str, Any], ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
-    """The columns TOP of a FEATURES row; ids and log-probabilities [n_output, top_k]."""
+    """The columns TOP of a FEATURES `row`. ids and logprobs are [n_output, top_k]; they are stored
+    as int32 and float16.
+    """
     ids, logprobs = ids.ravel().astype(np.int32), logprobs.ravel().astype(np.float16)
     seed = _seed(row["sample_id"], row["n_tokens"], row["ids_digest"])
     return {
@@ -93,10 +98,10 @@ def top_row(row: Mapping[str, Any], ids: np.ndarray, logprobs: np.ndarray) -> di
 def open_shard(
     path: Path, target_id: str, target_layer_ids: list[int], hidden_size: int, top_k: int = 0
 ) -> pq.ParquetFile:
-    """A features shard that was made from this target, these taps, this width and this layout,
-    with this top_k if it is not 0.
+    """Open a features shard that was made from this target, these taps, this hidden size and this
+    layout, in bfloat16, and with this top_k if it is not 0.
 
-    Raises ValueError otherwise: other features would train without any other sign.
+    Raises ValueError for any other file: training on wrong features would give no other warning.
     """
     file = _open(path)
     wanted = features_schema(target_id, target_layer_ids, hidden_size, top_k=top_k).metadata
@@ -119,8 +124,9 @@ def read_shard(
 ) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield (sample_id, bf16 [T, n_taps * hidden]) of the wanted samples (None: all) of a shard.
 
-    One row group is in memory at a time. Where `wanted` maps to `ids_digest`s, they are compared.
-    Raises ValueError as `open_shard` does, and for a row that is not what was written.
+    One row group is in memory at a time. If `wanted` maps sample ids to `ids_digest`s, each row
+    must have been made from these token ids. Raises ValueError as `open_shard` does, and for a
+    damaged row.
     """
     file = open_shard(path, target_id, target_layer_ids, hidden_size)
     width = len(target_layer_ids) * hidden_size
@@ -152,8 +158,8 @@ def read_top(
 
 
 def find_faults(path: Path, file: pq.ParquetFile) -> dict[str, str]:
-    """{sample_id: what is wrong} of every row that is not what was written. Raises ValueError for
-    a file that cannot be read.
+    """{sample_id: what is wrong} of every damaged row. Raises ValueError for a file that cannot be
+    read.
     """
     faults: dict[str, str] = {}
     names = [name for name in [*COLUMNS, *TOP_COLUMNS[3:]] if name in file.schema_arrow.names]
@@ -170,8 +176,8 @@ def find_faults(path: Path, file: pq.ParquetFile) -> dict[str, str]:
 class FeatureCache:
     """Features by sample id, read from their shards when asked for.
 
-    The row groups used last stay in memory up to `budget` bytes (the one in use always), so data
-    that fits is read once, and data that does not is read again.
+    The most recently used row groups stay in memory, up to `budget` bytes; the one in use always
+    stays. Data that fits is read once, data that does not fit is read again.
     """
 
     def __init__(
@@ -184,9 +190,10 @@ class FeatureCache:
         budget: float,
         max_length: int = 0,
     ):
-        """Reads ids only. max_length: tokens kept of a sample, 0: all. `wanted` as in `read_shard`.
+        """Read the sample ids only. max_length: tokens kept of each sample (0: all). `wanted` is as
+        in `read_shard`.
 
-        Raises ValueError for shards of other features and for missing ids.
+        Raises ValueError as `open_shard` does, and for wanted samples without features.
         """
         self.width = len(target_layer_ids) * hidden_size
         self.wanted = wanted
@@ -256,7 +263,7 @@ def _rows(
 
 
 def _fault(row: Mapping[str, Any], expected: bytes | None = None) -> str | None:
-    """What is wrong with the features of a row; None: they are what was written for its ids."""
+    """What is wrong with the features of a row; None if they are as they were written."""
     hi, lo, n_tokens = _buffer(row["hi"]), _buffer(row["lo"]), row["n_tokens"].as_py()
     made_from = row["ids_digest"].as_py()
     if expected not in (None, made_from):
@@ -280,13 +287,17 @@ def _seed(sample_id: str, n_tokens: int, made_from: bytes) -> int:
 
 
 def _digest(seed: int, first: Any, second: Any) -> bytes:
-    """Two chained CRC-32: the fastest in the standard library, and damage is no attack."""
+    """Two chained CRC-32, the fastest digest of the standard library. It finds damage; it is no
+    protection against an attack.
+    """
     one = zlib.crc32(first, seed)
     return struct.pack("<II", zlib.crc32(second, one), one)
 
 
 def _finite(hi: Any, lo: Any) -> bool:
-    """Whether no bf16 has all exponent bits set: seven in its high byte, one in its low byte."""
+    """Whether no bf16 is infinite or NaN. Those have all exponent bits set: seven in the high byte,
+    one in the low byte.
+    """
     high = np.frombuffer(hi, np.uint8) & 0x7F
     if high.max(initial=0) < 0x7F:
         return True
@@ -294,7 +305,7 @@ def _finite(hi: Any, lo: Any) -> bool:
 
 
 def _open(path: Path) -> pq.ParquetFile:
-    """Also after it was there: `flywheel harvest` takes damaged files away meanwhile."""
+    """Open a shard. It may be gone since it was listed: `flywheel harvest` removes damaged ones."""
     try:
         return pq.ParquetFile(path)
     except (OSError, pa.ArrowInvalid) as error:
@@ -315,12 +326,14 @@ def _damaged(path: Path, sample_id: str, fault: str) -> ValueError:
 
 
 def _mark(path: Path) -> None:
-    """Make harvest look at the file, whose size and time are as before (store/mending.py)."""
-    with suppress(OSError):  # read-only for this process: harvest, too, would say so
+    """Touch the file, so that harvest checks it: it skips files of unchanged size and time
+    (store/mending.py).
+    """
+    with suppress(OSError):  # read-only for this process: harvest would report that too
         path.touch()
 
 
-_AGAIN = "run `flywheel harvest`: it makes again what is damaged"
+_AGAIN = "run `flywheel harvest`: it computes damaged features again"
 
 
 def _bytes(group: "dict[str, torch.Tensor]") -> int:

@@ -59,7 +59,7 @@ def commit(
             if overwrite:
                 os.replace(temporary, path)
             else:
-                os.link(temporary, path)  # fails if the name is taken: no half-written winner
+                os.link(temporary, path)  # fails if the name is taken, and is complete if not
         fsync_folder(path.parent)
         return True
     except FileExistsError:
@@ -71,8 +71,8 @@ def commit(
 
 @contextmanager
 def exclusive(path: Path, holder: str) -> Iterator[str]:
-    """Hold the kernel lock on `path` while the block runs; it ends with its process, however that
-    ends. Gives "" if it is ours, else what the process that has it wrote as its `holder`.
+    """Hold the kernel lock on `path` while the block runs. If the process dies, the kernel releases
+    it. Yields "" if we have the lock, else the `holder` text of the process that has it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+") as stream:
@@ -117,12 +117,12 @@ def sweep(folder: Path) -> int:
                 temporary.unlink()
                 removed += 1
         except (BlockingIOError, FileNotFoundError):
-            continue  # alive, or just renamed by its writer
+            continue  # its writer is alive, or has just renamed it
     return removed
 
 
 def save_json(path: Path, value: dict[str, Any]) -> dict[str, Any]:
-    """Write a JSON file in one step; returns what a reader of it gets."""
+    """Write a JSON file in one step; returns the value as a reader of the file gets it."""
     data = json.dumps(value, indent=1).encode() + b"\n"
     commit(path, lambda stream: stream.write(data))
     return json.loads(data)

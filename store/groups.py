@@ -1,13 +1,16 @@
 """Groups of samples that must stay on one side of the split, whatever the logs call them.
 
 Samples belong together if they carry the same conversation label, or if the prompt of one begins
-with that of the other (store.leakage). Labels that say nothing join nothing.
+with the prompt of the other (store.leakage). Labels that say nothing (such as "none") join nothing.
 
 The side of a group is that of its first sample in time (split_of its conversation). Groups are
-formed in the order of time, so what comes later moves nothing, except where a sample joins two
-groups: then `train` wins over `val` over `test`, because what a drafter may have learned from must
-not become what it is judged on. A group that outgrows a tenth of all samples before it is training,
-too: the held-out share would be that one group. docs/decisions/032.
+formed in order of time, so later samples do not move earlier ones, with two exceptions
+(docs/decisions/032):
+
+- A sample may join two groups. Then `train` wins over `val`, and `val` over `test`: a drafter must
+  not be judged on what it may have learned from.
+- A group that grows beyond a tenth of all samples so far becomes training data. Otherwise it could
+  be all of the held-out data.
 """
 
 from collections import Counter
@@ -18,11 +21,11 @@ from store.leakage import TOKEN, forest
 ORDER = ("train", "val", "test")
 MOST = 0.5  # a label on more than this share of all samples, and on at least FEW, says nothing
 FEW = 10
-LARGE, LARGE_FROM = 0.1, 50  # share of the samples so far, and samples, from which on
-ENDING = 16  # tokens of a prompt that may belong to the template's ending
-ENDING_SHARE = 0.9  # of prompts that share it
-ENDING_CLASS, ENDING_FEW = 0.1, 8  # share and number of prompts that a class of endings needs
-LOOKED_AT = 10_000  # prompts of a class
+LARGE, LARGE_FROM = 0.1, 50  # a group above both (share of samples so far, samples) is training
+ENDING = 16  # most tokens at the end of a prompt that may belong to the chat template
+ENDING_SHARE = 0.9  # share of a class of prompts that must have an ending
+ENDING_CLASS, ENDING_FEW = 0.1, 8  # a class needs both (share of prompts, prompts) for an ending
+LOOKED_AT = 10_000  # most prompts of a class that are looked at
 
 
 @dataclass
@@ -32,10 +35,10 @@ class Groups:
     parent: list[int] = field(default_factory=list)
     size: list[int] = field(default_factory=list)
     split: list[str] = field(default_factory=list)
-    founder: list[int] = field(default_factory=list)  # the first sample
+    founder: list[int] = field(default_factory=list)  # first sample of each group
 
     def new(self, sample: int, split: str) -> int:
-        """A group of one."""
+        """Start a group with this sample and side; returns its number. `form` counts the sample."""
         self.parent.append(len(self.parent))
         self.size.append(0)
         self.split.append(split)
@@ -43,13 +46,13 @@ class Groups:
         return len(self.parent) - 1
 
     def find(self, group: int) -> int:
-        """The group that this one is part of by now."""
+        """The group that this one has become part of; itself if it was not joined."""
         while self.parent[group] != group:
             self.parent[group] = group = self.parent[self.parent[group]]
         return group
 
     def join(self, found: list[int]) -> int:
-        """One group of all of them."""
+        """Merge these groups into the oldest one; returns its number."""
         first, *others = sorted({self.find(group) for group in found})
         for other in others:
             self.parent[other] = first
@@ -61,14 +64,15 @@ class Groups:
 def form(
     prompts: list[bytes], labels: list[set[str]], splits: list[str], order: list[int]
 ) -> tuple[list[int], list[str]]:
-    """(founder, split) of the group of each sample.
+    """(founder, split) of each sample's group, as two lists.
 
-    labels: the conversations that name a sample; splits: its own; order: samples by time.
+    prompts: token ids as bytes. labels: the conversation labels of each sample. splits: the side
+    that each sample would have alone. order: the indices of the samples by time.
     """
     groups, by_label = Groups(), {}
     nodes, parents = forest(beginnings(prompts))
     at_node = [-1] * len(parents)
-    waiting: dict[int, list[int]] = {}  # node that no sample has yet -> groups that begin with it
+    waiting: dict[int, list[int]] = {}  # node without a sample yet -> groups that begin with it
     mine = [0] * len(prompts)
     for seen, sample in enumerate(order, 1):
         node = nodes[sample] if prompts[sample] else -1
@@ -97,7 +101,7 @@ def form(
 
 
 def idle_labels(counts: Counter[str]) -> set[str]:
-    """Labels that most samples carry: the name of a service, not of a conversation."""
+    """Labels that most samples carry: they name a service, not a conversation."""
     total = sum(counts.values())
     return {label for label, n in counts.items() if label and n >= FEW and n > MOST * total}
 
@@ -105,9 +109,10 @@ def idle_labels(counts: Counter[str]) -> set[str]:
 def beginnings(prompts: list[bytes]) -> list[bytes]:
     """Each prompt up to where its last turn ends.
 
-    Templates end a prompt with the opening of the answer (and an empty thought, say), which later
-    turns of the chat do not always repeat. It is learned: what nine of ten prompts that share their
-    last token end with. Its first token stays, so that "hi" is no beginning of "hi there".
+    A chat template ends a prompt with the opening of the answer (and perhaps an empty thinking
+    block). Later turns of the chat do not always repeat this ending. It is learned from the data:
+    what nine of ten prompts with the same last token end with. Its first token is kept, so that
+    "hi" does not count as the beginning of "hi there".
     """
     classes: dict[bytes, list[bytes]] = {}
     distinct = sorted(set(prompts))
@@ -131,7 +136,7 @@ def _ending(prompts: list[bytes]) -> bytes:
 
 
 def _without(prompt: bytes, ending: bytes) -> bytes:
-    """The prompt without what it has of the ending, but for that part's first token."""
+    """The prompt without as much of the ending as it has; the first token of that part is kept."""
     while ending and not prompt.endswith(ending):
         ending = ending[TOKEN:]
     cut = min(len(ending) - TOKEN, len(prompt) - 4 * TOKEN)

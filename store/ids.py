@@ -42,8 +42,8 @@ NOTHING = {"", "none", "null", "nil", "nan", "undefined", "unknown", "default", 
 
 
 def says_nothing(conversation_id: str | None) -> bool:
-    """Whether a conversation label is none: absent, made from the prompt, or what clients send
-    that have no value for it.
+    """Whether a conversation label names no conversation: it is absent, made from the prompt, or a
+    placeholder of a client without a value, such as "none" or "unknown".
     """
     label = (conversation_id or "").strip()
     return label.lower() in NOTHING or label.startswith(PROMPT_LABEL)

@@ -1,6 +1,6 @@
-"""From one log to published traffic: parse, commit under content-made names, publish apart.
+"""From one log to published traffic: parse, commit shards named after their content, then publish.
 
-No Ray and no torch here, so a worker that runs `ingest_log` starts in a moment.
+No Ray and no torch here, so a worker that runs `ingest_log` starts quickly.
 """
 
 from collections import Counter
@@ -26,22 +26,24 @@ from store.shards import (
 )
 
 READING = 2
-"""Raised when the same bytes under the same rules become other rows: logs are then read again."""
+"""Version of the parsing. It goes up when the same bytes under the same rules give other rows; logs
+are then read again."""
 SHARD_TOKENS = 8_000_000  # about 32 MiB of ids in memory
 SHARD_REJECTS = 10_000
 MAX_REJECTS_BYTES = 4 << 20
-"""Bytes of rejects kept of one log; what is beyond has its place and reason only."""
-MAX_NAMES = 100  # of one kind that are told apart
+"""Bytes of rejects kept of one log. Of rejects beyond that, only place and reason are kept."""
+MAX_NAMES = 100  # names of one kind that are counted separately
 MAX_NAME = 100  # characters
 
 
 def ingest_log(
     log: Path, size: int, sha256: str, rules: Rules, traffic: Path, rejects: Path
 ) -> dict[str, Any]:
-    """Parse one log into traffic and reject shards (a Ray task; only this summary travels).
+    """Parse one log into traffic and reject shards; returns a summary (as a Ray task, it sends back
+    nothing else).
 
-    The manifest in rejects/ is the log's completion marker. It carries the counts and the traffic
-    shards; those stay unpublished until the run as a whole is accepted.
+    The manifest in rejects/ is the log's completion marker. It carries the counts and lists the
+    traffic shards. These stay unpublished until the whole run is accepted.
     """
     key = short_hash([READING, sha256, asdict(rules)])
     marker = read_manifest(rejects, key)
@@ -75,7 +77,7 @@ def ingest_log(
 
 
 def _outcomes(log: Path, size: int, sha256: str, rules: Rules) -> Iterator[Outcome]:
-    """Of every record, or one of the whole file where it holds no JSON lines."""
+    """The outcome of every record, or one of the whole file if it holds no JSON lines."""
     kind = other_kind(log)
     if kind is not None:
         yield NotUsed(0, "text_log", f"{log.name} is {kind}")
@@ -97,7 +99,7 @@ class Tally:
         self.examples: dict[str, str] = {}
 
     def add(self, outcome: Outcome) -> None:
-        """Count one outcome; remembers where the first of each reason is."""
+        """Count one outcome, and remember where each reason was found first."""
         self.counts["records"] += 1
         if isinstance(outcome, Reject | NotUsed):
             kind = "reject" if isinstance(outcome, Reject) else "unused"
@@ -120,7 +122,7 @@ class Tally:
 
 
 class _Shards:
-    """Rows in, numbered shards out; equal samples within a shard become one with a count."""
+    """Rows in, numbered shards out; equal samples within a shard become one row with a count."""
 
     def __init__(self, folder: Path, key: str, schema: pa.Schema, limit: int):
         self.folder, self.key, self.schema, self.limit = folder, key, schema, limit
@@ -156,13 +158,13 @@ class _Shards:
 
 
 def _all_kept(folder: Path, entries: list[dict[str, Any]]) -> list[ShardInfo] | None:
-    """The shards of these entries of a manifest; None if one is not there in full."""
+    """The shards of these entries of a manifest; None if one is missing or incomplete."""
     shards = [shard for entry in entries if (shard := _kept(folder, entry))]
     return shards if len(shards) == len(entries) else None
 
 
 def _kept(folder: Path, entry: dict[str, Any]) -> ShardInfo | None:
-    """A shard as its marker describes it, if it is there in full: its bytes are not read again."""
+    """A shard as its marker describes it, if its file is complete. It is not hashed again."""
     fields = {name: entry[name] for name in ("rows", "tokens", "bytes", "sha256")}
     path = folder / entry["file"]
     whole = path.is_file() and path.stat().st_size == entry["bytes"] and is_complete(path)
@@ -191,7 +193,10 @@ def _result(
 def replaced(
     live: Sequence[dict[str, Any]], result: dict[str, Any], prefixes: dict[int, str]
 ) -> list[dict[str, Any]]:
-    """The manifests of the same log in a shorter state, or under other rules."""
+    """Those manifests of `live` that are of the same log, when it was shorter or under other rules.
+
+    prefixes: {n: sha256 of the log's first n bytes}.
+    """
     return [
         manifest
         for manifest in live
@@ -203,9 +208,9 @@ def replaced(
 def publish(traffic: Path, log: Path, result: dict[str, Any], prefixes: dict[int, str]) -> bool:
     """List a log's shards in traffic/. False if they were listed already.
 
-    Manifests of the same log in a shorter state, or under other rules, are replaced. The files of
-    an older version of this program go: it may have taken what must not be kept. Others stay for
-    those who are reading them.
+    Manifests of the same log, when it was shorter or under other rules, are replaced. Replaced
+    files of an older READING are deleted: that version may have kept what must not be kept. Other
+    replaced files stay, because someone may be reading them.
     """
     detail = {"log": str(log), "counts": result["counts"]}
     stale = _list(traffic, result["shards"], result, prefixes, detail)
@@ -214,9 +219,9 @@ def publish(traffic: Path, log: Path, result: dict[str, Any], prefixes: dict[int
 
 
 def settle(rejects: Path, result: dict[str, Any], prefixes: dict[int, str]) -> None:
-    """Let a log's rejects take the place of those of its shorter states and under other rules.
+    """Publish a log's rejects in place of those from when it was shorter or under other rules.
 
-    Their bytes go: former rules may have kept what must not be kept.
+    The replaced files are deleted: former rules may have kept what must not be kept.
     """
     _remove(rejects, _list(rejects, result["refused"], result, prefixes, {}) or [])
 
@@ -235,8 +240,8 @@ def _list(
     prefixes: dict[int, str],
     detail: dict[str, Any],
 ) -> list[dict[str, Any]] | None:
-    """Publish the shards that a log gave; the manifests of it that they replace. None if they were
-    the only ones in force already.
+    """Publish the shards of a log; returns the manifests that they replace. None if they were
+    already the only ones of this log in force.
     """
     live = read_manifests(folder)
     ours = [m["key"] for m in live if _work(m) == result["key"]]
@@ -244,7 +249,7 @@ def _list(
     if ours and not stale:
         return None
     replaces = [m["key"] for m in stale] + ours
-    # Going back to former rules must not meet the manifest that was replaced: hence another key.
+    # A return to former rules needs another key: theirs is the key of a replaced manifest.
     known = read_manifest(folder, result["key"]) is not None
     key = short_hash([result["key"], sorted(replaces)]) if replaces or known else result["key"]
     work = {"work": result["key"]}
@@ -253,5 +258,5 @@ def _list(
 
 
 def _work(manifest: dict[str, Any]) -> str:
-    """The key of the piece of work whose shards a manifest lists: a marker lists its own."""
+    """The key of the work whose shards a manifest lists; for a completion marker, its own key."""
     return manifest["detail"].get("work", manifest["key"])

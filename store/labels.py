@@ -1,6 +1,6 @@
-"""Labels of requests: one set of names and one form, whoever writes them down.
+"""Labels of requests: one set of names and one form, for the capture and for every log format.
 
-A label is data of a client. It groups and names, so nothing is ever refused because of one.
+A label comes from a client. It only groups and names, so no record is refused because of one.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ _BROKEN = {"Cc", "Cs", "Zl", "Zp"}  # controls, lone surrogates, line and paragr
 
 
 def labels(told: Iterable[tuple[Any, Any]]) -> dict[str, str | None]:
-    """LABELS of (name, value) pairs; of several values under a name the last that says something.
+    """LABELS from (name, value) pairs. Of several values under one name, the last non-empty counts.
 
-    Names are those of LABELS or ALIASES, with "-" for "_" where a header carries them.
+    Names are those of LABELS or ALIASES; "-" counts as "_", because headers are written with "-".
     """
     found: dict[str, str | None] = dict.fromkeys(LABELS)
     for name, value in told:
@@ -30,10 +30,10 @@ def labels(told: Iterable[tuple[Any, Any]]) -> dict[str, str | None]:
 
 
 def clean(value: Any) -> str | None:
-    """A label in NFC, without control characters, at most MAX_LABEL long; None if nothing is left.
+    """A label in NFC, at most MAX_LABEL characters long; None if nothing is left.
 
-    Numbers are their digits, lists and objects no label. A longer one ends in a digest of the
-    whole: two that differ stay two.
+    Control characters become U+FFFD. A number becomes its digits; a list or an object is no label.
+    A longer label is cut and ends in a digest of the whole, so different labels stay different.
     """
     if value is None or isinstance(value, list | dict):
         return None

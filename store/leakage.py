@@ -1,17 +1,17 @@
-"""Which prompts begin with which: the one relation by which a text is known from another.
+"""Which prompts begin with which others: the one test of whether two samples share a text.
 
 A chat sends all of its earlier turns again, so the prompt of a later turn begins with the prompt of
-an earlier one, and an equal prompt is the same text whoever asks. What prompts of a domain share
-besides (a system prompt, a template) is never a whole prompt and joins nothing.
+an earlier one. Equal prompts are the same text, whoever asks. What else the prompts of a domain
+share (a system prompt, a template) is never a whole prompt, so it relates nothing.
 """
 
 from itertools import pairwise
 
 import pyarrow as pa
 
-TOKEN = 4  # bytes of an id
+TOKEN = 4  # bytes of a token id
 MIN_PREFIX = 4 * TOKEN
-"""A shorter prompt (a lone start of text) is known from an equal one only."""
+"""Bytes. A shorter prompt (a lone start-of-text token, say) is related only to an equal one."""
 
 
 def leaking(train: pa.Table, held_out: pa.Table) -> set[str]:
@@ -37,7 +37,7 @@ def leaking(train: pa.Table, held_out: pa.Table) -> set[str]:
 
 
 def token_bytes(column: pa.ChunkedArray) -> list[bytes]:
-    """Each row's ids as bytes, so that a prefix of ids is a prefix of bytes. Null gives none."""
+    """Each row's ids as bytes, so that a prefix of ids is a prefix of bytes. Null gives b""."""
     found = []
     for chunk in column.chunks:
         offsets = chunk.offsets.to_numpy() * TOKEN

@@ -1,4 +1,8 @@
-"""Fields of log records, checked one by one: what comes out fits its column."""
+"""Fields of log records, checked one by one: what comes out fits its column.
+
+A function here returns None for an absent field if its type says so, and raises Refused for a value
+that does not fit.
+"""
 
 import math
 from datetime import UTC, datetime
@@ -13,7 +17,7 @@ MAX_DETAIL = 100  # characters
 class Refused(Exception):
     """A record that is not used; `detail` names what was found instead (a model, a target).
 
-    The reason is ours, the detail the client's: it is bounded and made visible.
+    The reason is a word of ours. The detail comes from a client, so it is cut and made printable.
     """
 
     def __init__(self, reason: str, detail: object = ""):
@@ -22,7 +26,7 @@ class Refused(Exception):
 
 
 def shown(value: object) -> str:
-    """What a log holds as one line that can be printed and stored, of MAX_DETAIL characters."""
+    """A value of a log as one line that can be printed and stored, cut after MAX_DETAIL."""
     text = f"a {type(value).__name__}" if isinstance(value, list | dict) else str(value)
     line = "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode()
@@ -36,7 +40,7 @@ def ids(record: Record, name: str, vocab_size: int) -> np.ndarray:
     found = record.get(name)
     if found is None:
         raise Refused("no_token_ids")
-    # By exact type (True is no token), in C: this check reads every token of every log.
+    # By exact type, because True is no token id. In C, because every token of every log is checked.
     if not isinstance(found, list) or not set(map(type, found)) <= {int}:
         raise Refused("bad_token_ids")
     if found and not (min(found) >= 0 and max(found) < vocab_size):
@@ -78,7 +82,7 @@ def number(record: Record, name: str) -> float | None:
 
 
 def integer(record: Record, name: str, bits: int) -> int | None:
-    """An integer of so many bits and a sign."""
+    """An integer of at most `bits` bits and a sign."""
     value = record.get(name)
     if value is not None and (type(value) is not int or not -(2**bits) <= value < 2**bits):
         raise Refused(f"bad_field:{name}")
@@ -94,7 +98,7 @@ def flag(record: Record, name: str) -> bool | None:
 
 
 def names(record: Record, name: str) -> str | None:
-    """A list of names as one text, sorted; None if the record does not say."""
+    """A list of names as one text, sorted and joined by commas."""
     found = record.get(name)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Log files as they are found: which of a folder are logs, what each one is, and its bytes."""
+"""Log files: which files of a folder are logs, what each one is, and its decompressed bytes."""
 
 import glob
 import io
@@ -22,21 +22,22 @@ OTHERS = {
     b"\xff\xfe": "text in UTF-16 (UTF-8 is read)",
     b"\xfe\xff": "text in UTF-16 (UTF-8 is read)",
 }
-"""First bytes of files that are no log, and what they say."""
+"""First bytes of files that are not logs, and what such a file is."""
 NAME = re.compile(r"\.jsonl([.-][^/]*)?$")
-"""A log in a folder: capture.jsonl, and as it is rotated: .jsonl.1, .jsonl-20261129.gz."""
+"""Names of logs: capture.jsonl, or rotated: capture.jsonl.1, capture.jsonl-20261129.gz."""
 UNFINISHED = (".tmp", ".part", ".swp")
 HEAD = 1 << 20
 PIECE = 64 << 10
-"""Bytes that are decompressed at once: as many may be lost before the place where a log is cut."""
+"""Bytes that are decompressed at once. So many may be lost before a damaged place of a log."""
 _SERVERS = re.compile(rb"\b(INFO|DEBUG)\b")
 
 
 def find_logs(patterns: list[str]) -> tuple[list[Path], dict[Path, list[str]]]:
-    """(log files, each once, sorted; names that were left aside by folder).
+    """(log files, each once and sorted; {folder: names in it that are not logs}).
 
-    Patterns are files, folders (their *.jsonl, rotated and compressed ones too) and globs of files,
-    or of folders where no file matches. Raises ValueError for one that names no file.
+    A pattern is a file, a folder (its *.jsonl files, also rotated and compressed ones) or a glob. A
+    glob stands for the files that match or, if none does, for the folders that match. Raises
+    ValueError for a pattern that gives no file.
     """
     found: set[Path] = set()
     aside: dict[Path, list[str]] = {}
@@ -67,7 +68,7 @@ def _is_log(name: str) -> bool:
 def open_log(path: Path) -> BinaryIO:
     """The bytes of a log, decompressed if its first bytes say gzip or zstd, whatever its name.
 
-    A compressed log that is cut or damaged ends there; `damage` tells.
+    A compressed log that is cut or damaged ends at that place without an error; `damage` says why.
     """
     file = open(path, "rb")  # noqa: SIM115 (handed to the caller)
     head = file.read(4)
@@ -81,13 +82,13 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def is_packed(stream: BinaryIO) -> bool:
-    """Whether the bytes are decompressed, so that their number is known at the end only."""
+    """Whether the stream is being decompressed, so that its length is known only at its end."""
     return isinstance(getattr(stream, "raw", None), _Unpacked)
 
 
 def damage(stream: BinaryIO) -> str | None:
-    """Why an `open_log` that was read to its end stops before its file does; None if it does not,
-    or has more to give.
+    """Why a stream of `open_log` ended before its file did. None if it did not, or if it is not at
+    its end yet.
     """
     raw = getattr(stream, "raw", None)
     if not isinstance(raw, _Unpacked) or stream.read(1):
@@ -96,7 +97,7 @@ def damage(stream: BinaryIO) -> str | None:
 
 
 class _Unpacked(io.RawIOBase):
-    """The blocks of a decompressor as a file, up to where they stop."""
+    """The blocks of a decompressor as a file that ends at the first error."""
 
     def __init__(self, file: BinaryIO, blocks: Iterator[bytes]):
         self.file, self.blocks = file, blocks
@@ -125,7 +126,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def _gunzip(file: BinaryIO) -> Iterator[bytes]:
-    """Decompressed blocks of all members. Raises EOFError where a member is cut."""
+    """Decompressed blocks of all gzip members. Raises EOFError where a member is cut."""
     member = None
     while data := file.read(PIECE):
         while data:
@@ -139,7 +140,7 @@ def _gunzip(file: BinaryIO) -> Iterator[bytes]:
 
 
 def other_kind(path: Path) -> str | None:
-    """What a file is that holds no JSON lines, in a few words; None for one that may be a log."""
+    """What a file is that holds no JSON lines, in a few words; None if it may be a log."""
     with open_log(path) as stream:
         head = stream.read(HEAD)
     for start, kind in OTHERS.items():
@@ -152,24 +153,23 @@ def other_kind(path: Path) -> str | None:
         return "one JSON array"
     if re.match(rb"\s*\{\s*\n", body) and not _has_record(body):
         return "JSON over several lines; `jq -c .` makes lines of it"
-    if any(
-        map(_is_servers, body.split(b"\n"))
-    ):  # standard output may hold both: then the records count
+    # Standard output may hold the server's lines and records: then the records count.
+    if any(map(_is_servers, body.split(b"\n"))):
         with open_log(path) as stream:
             return None if any(map(_is_ours, stream)) else "the server's own text log"
     return None
 
 
 def _is_servers(line: bytes) -> bool:
-    """Whether a line tells of a request as vLLM's own log does."""
+    """Whether a line is a message of vLLM's own log about a request."""
     said = b"Received request" in line or b"Generated response" in line
     return said and _SERVERS.search(line.partition(b"{")[0]) is not None
 
 
 def _is_array(body: bytes) -> bool:
-    """Whether an array goes on behind its first element, or ends with it and the file.
+    """Whether the file is one JSON array: its first element is followed by another or by the end.
 
-    Not so where the first line is a whole JSON value: then every line is looked at by itself.
+    False if the first of several lines is a whole JSON value: then each line is read by itself.
     """
     first, _, rest = body.strip().partition(b"\n")
     if rest and _value(first) is not None:
@@ -184,12 +184,12 @@ def _is_array(body: bytes) -> bool:
 
 
 def _has_record(body: bytes) -> bool:
-    """Whether a line of its own is a JSON object."""
+    """Whether some line is a JSON object by itself."""
     return any(map(_is_record, body.split(b"\n")))
 
 
 def _is_ours(line: bytes) -> bool:
-    """Whether a line has the names of one of the two shapes that are read (store.log_formats)."""
+    """Whether a line has the keys of one of the two formats that are read (store.log_formats)."""
     value = _value(line) if line.startswith(b"{") else None
     return isinstance(value, dict) and ("v" in value or "request" in value)
 
@@ -199,7 +199,7 @@ def _is_record(line: bytes) -> bool:
 
 
 def _value(line: bytes) -> Any:
-    """A line's JSON value; None if it is none."""
+    """A line's JSON value; None if the line is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""Request logs to traffic rows: every line becomes rows, or outcomes with a reason.
+"""From request logs to traffic rows: every line becomes rows, or refusals with a reason.
 
-Two shapes are read, one JSON object a line:
+Two formats are read, one JSON object a line:
   capture  what serving.capture writes: {"v": 1, "prompt_ids": [..], "output_ids": [..], ...}
   openai   {"request": {..}, "response": {..}} of /v1/chat/completions or /v1/completions, with the
            ids vLLM adds for `return_token_ids`: response.prompt_token_ids, choices[].token_ids
@@ -27,19 +27,19 @@ from store.shaping import shaped_by
 
 BOM = b"\xef\xbb\xbf"
 MAX_REJECT_BYTES = 64 << 10
-# What served tokens may end with. After `length`, `abort` and a missing reason the text is cut, but
-# its tokens are the target's own; nothing labels an end of turn that never came.
+# Finish reasons of usable answers. After `length`, `abort` or a missing reason the text is cut off,
+# but its tokens are the target's own, and no label claims an end of turn that never came.
 FINISH_REASONS = {"stop", "length", "tool_calls", "function_call", "repetition", "abort", None}
 
 METADATA = (*LABELS, *ALIASES, "target_id", "adapter")
-"""What the openai shape reads from the request's metadata; consent is looked at before."""
+"""What the openai format reads from the request's metadata; consent is checked before."""
 TEXT_KEYS = {"messages", "conversation", "conversations", "prompt", "completion", "instruction"}
-"""Any of them in an object of no known shape: a conversation as text."""
+"""An object of no known format with one of these keys is a conversation as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a record must satisfy, and what it gets where it names nothing itself."""
+    """What a record must satisfy, and the values it gets for what it does not name."""
 
     target_id: str
     vocab_size: int
@@ -47,8 +47,8 @@ class Rules:
     min_output_tokens: int
     val_percent: float
     test_percent: float
-    former_ids: tuple[str, ...] = ()  # other names of the same target: read as target_id
-    models: tuple[str, ...] = ()  # names the target answers under; empty: any one name
+    former_ids: tuple[str, ...] = ()  # older ids of the same target: read as target_id
+    models: tuple[str, ...] = ()  # names the target answers under; empty: any name
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Reject:
     """
 
     offset: int
-    reason: str  # of store.reasons, or with the name of our own field: "bad_field:top_k"
+    reason: str  # a key of store.reasons, perhaps with the name of a field: "bad_field:top_k"
     raw: bytes
     detail: str = ""  # what was found instead
 
@@ -74,8 +74,8 @@ class NotUsed:
 
 
 Row = dict[str, Any]
-"""TRAFFIC columns (ids are int32 arrays) and `model`: the name that answered, None if the record
-says by its target_id that it is ours, or says nothing."""
+"""TRAFFIC columns (ids are int32 arrays) and `model`, the model name that answered. It is None if
+the record carries our target_id, or no model name."""
 Outcome = Row | Reject | NotUsed
 
 
@@ -83,8 +83,8 @@ def parse_log(path: Path, size: int, sha256: str, rules: Rules) -> Iterator[Outc
     """Outcomes of the first `size` bytes of a log, in file order. Offsets and sizes of a compressed
     log are those of its decompressed bytes.
 
-    Memory holds one line. Blank lines hold no record and give no outcome. Raises ValueError when
-    the bytes read do not have the given sha256: the log was rewritten meanwhile.
+    One line is in memory at a time. Blank lines give no outcome. Raises ValueError if the bytes do
+    not have the given sha256: the log was rewritten meanwhile.
     """
     digest = hashlib.sha256()
     with open_log(path) as stream:
@@ -101,7 +101,7 @@ def parse_log(path: Path, size: int, sha256: str, rules: Rules) -> Iterator[Outc
                 line, start = line[len(BOM) :], len(BOM)
             if not whole:
                 offset = _skip_line(stream, offset, size, digest)
-                yield Reject(start, "line_too_long", b"")  # its consent may be in what was skipped
+                yield Reject(start, "line_too_long", b"")  # the skipped part may hold a refusal
             elif line.strip() and not (broken and _is_cut(line)):
                 yield from _parse_line(line, start, rules)
         if digest.hexdigest() != sha256:
@@ -130,7 +130,7 @@ def _parse_line(line: bytes, offset: int, rules: Rules) -> Iterator[Outcome]:
     if value is not _UNREADABLE:
         yield from _outcomes(value, line, offset, rules)
         return
-    # A writer that failed inside a record may go on behind it: a whole record at the line's end.
+    # A writer may fail inside a record and write the next one on the same line. That one is whole.
     at = max(line.rfind(b'{"v"'), line.rfind(b'{"request"'))
     value = _load(line[at:]) if at > 0 else _UNREADABLE
     if isinstance(value, dict):
@@ -142,7 +142,9 @@ def _parse_line(line: bytes, offset: int, rules: Rules) -> Iterator[Outcome]:
 
 
 def _outcomes(value: Any, raw: bytes, offset: int, rules: Rules) -> Iterator[Outcome]:
-    """Of one JSON value. Consent first, then redaction: nothing before may store a byte."""
+    """Outcomes of one JSON value. Consent is checked first, then redaction: nothing may store a
+    byte before that.
+    """
     if not isinstance(value, dict):
         yield _rejected(offset, Refused("not_an_object"), raw)
         return
@@ -168,7 +170,9 @@ def _outcomes(value: Any, raw: bytes, offset: int, rules: Rules) -> Iterator[Out
 
 
 def _rejected(offset: int, refused: Refused, raw: bytes) -> Reject | NotUsed:
-    """The outcome of a refusal by its class. Bytes are kept only where nothing speaks against."""
+    """The outcome of a refusal, by the class of its reason. Bytes are kept only where neither
+    consent nor redaction forbids it.
+    """
     if not reason_of(refused.reason).damaged:
         return NotUsed(offset, refused.reason, refused.detail)
     if may_refuse(raw):
@@ -290,9 +294,10 @@ def _row(record: dict[str, Any], source: str, rules: Rules) -> Row:
 
 
 def _model(record: dict[str, Any], rules: Rules) -> str | None:
-    """The name that answered, or Refused where it is not the target's; None needs no name.
+    """The model name that answered; None if the record needs no name. Raises Refused if it was not
+    the target that answered.
 
-    A record that carries the target's own id needs none: aliases of one server are all the target.
+    A record that carries the target's own id needs no name: all aliases of a server are the target.
     """
     target = log_fields.text(record, "target_id")
     if target not in (None, rules.target_id, *rules.former_ids):

@@ -1,8 +1,9 @@
-"""A folder of feature shards kept whole: damaged rows leave it, finished shards join it.
+"""Repair of a folder of feature shards: damaged rows are removed, finished shards are published.
 
-An interrupted harvest leaves shards that no manifest lists; the next one adopts them, whatever its
-own cut into shards. Looking at every byte of a cache costs as much as reading it, so a file is
-looked at again only if its size or time changed; a reader that finds a bad row touches the file.
+An interrupted harvest leaves shards that no manifest lists. The next harvest adopts them, even if
+it would divide the samples into other shards. Checking every byte of a cache costs as much as
+reading it. So a file is checked again only if its size or time changed. A reader that finds a bad
+row touches the file for this reason.
 """
 
 import json
@@ -26,7 +27,11 @@ Opened = Callable[[Path], pq.ParquetFile]
 
 @dataclass
 class Mended:
-    """damaged: sample id -> what was wrong. lost: files that were gone or could not be read."""
+    """What was repaired.
+
+    damaged: sample id -> what was wrong. lost: files that were gone or could not be read. adopted:
+    number of samples in shards that were published now.
+    """
 
     damaged: dict[str, str] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
@@ -34,9 +39,9 @@ class Mended:
 
 
 def mend(folder: Path, opened: Opened) -> Mended:
-    """Take damaged rows and files out of what `folder` publishes, publish its finished shards.
+    """Take damaged rows and files out of what `folder` publishes, and publish its finished shards.
 
-    opened: a path as a shard of this cache, ValueError if it is none.
+    opened: opens a path as a shard of this cache, and raises ValueError if it is none.
     """
     found = Mended()
     for manifest in read_manifests(folder):
@@ -50,8 +55,8 @@ def mend(folder: Path, opened: Opened) -> Mended:
 
 
 def publish(folder: Path, shards: list[ShardInfo], inputs: dict[str, Any]) -> None:
-    """A manifest of these shards beside those in force. Its key names both: the samples of a shard
-    that was taken out may come back in a file of the same name.
+    """Publish these shards beside the manifests in force. The key depends on both: samples of a
+    shard that was removed may come back in a file of the same name.
     """
     names = sorted(shard.path.name for shard in shards)
     key = short_hash([names, [manifest["key"] for manifest in read_manifests(folder)]])
@@ -59,7 +64,7 @@ def publish(folder: Path, shards: list[ShardInfo], inputs: dict[str, Any]) -> No
 
 
 def remember(folder: Path) -> None:
-    """Write down size and time of every published file: all of them are known to be right."""
+    """Record size and time of every published file; call it when all of them are known intact."""
     names = {entry["file"] for m in read_manifests(folder) for entry in m["files"]}
     if names:
         seen = {name: _stamp(folder / name) for name in sorted(names)}
@@ -111,9 +116,9 @@ def _look(path: Path, opened: Opened, found: Mended) -> ShardInfo | None:
 
 
 def _leftovers(folder: Path, opened: Opened) -> list[ShardInfo]:
-    """Complete shards that nothing publishes, whole, of samples that nothing else has.
+    """Undamaged shards that no manifest lists, of samples that no other shard has.
 
-    One whose samples are all published can never join, so it goes: features are large.
+    A shard whose samples are all published has no use, so it is deleted: features are large.
     """
     listed = {entry["file"] for m in read_manifests(folder) for entry in m["files"]}
     published: set[str] = set()
@@ -133,7 +138,7 @@ def _leftovers(folder: Path, opened: Opened) -> list[ShardInfo]:
                 left.append(shard_info(path))
                 taken |= names
         except ValueError:
-            continue  # of another cache, or cut: nothing reads it, and harvest makes its samples
+            continue  # of another cache, or incomplete: not read; harvest computes its samples
     return left
 
 

@@ -1,4 +1,4 @@
-"""JSON objects of requests and logs as they are written: a name that stands twice is noticed.
+"""JSON objects of requests and logs, decoded so that a name that stands twice is noticed.
 
 One decoder for the capture and for ingest, so that both see the same values.
 """
@@ -7,12 +7,12 @@ import json
 from typing import Any
 
 KEYS = frozenset({"consent", "x-flywheel-consent"})
-"""Names, in lower case, whose value is the owner's answer."""
+"""Names, in lower case, whose value says whether the owner agrees to be recorded."""
 PLACES = frozenset(
     {"metadata", "headers", "extra_headers", "extra_body", "request", "response", "rawheaders"}
 )
-"""Names, in lower case, of what may hold one of KEYS."""
-TWICE = object()  # under this key: the names that stand in one object with two values
+"""Names, in lower case, of members that may hold one of KEYS."""
+TWICE = object()  # the key under which an object lists its names that have two values
 
 
 class Copies(list):
@@ -30,7 +30,7 @@ def copies(value: Any) -> list[Any]:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
-    """A JSON object; names that stand in it twice are not silently the last one's."""
+    """A JSON object. A name that stands twice with two values does not silently get the last."""
     found: dict[Any, Any] = dict(pairs)
     if len(found) == len(pairs):
         return found
@@ -40,7 +40,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
             name = key.lower()
             if name in KEYS or name in PLACES:
                 found[key] = Copies(values)
-            if name not in KEYS:  # of answers about consent every one counts: nothing is in doubt
+            if name not in KEYS:  # every answer about consent counts, so none is in doubt
                 found.setdefault(TWICE, []).append(key)
     return found
 

@@ -1,7 +1,8 @@
 """What must not be kept: records whose owner did not agree, and what somebody has redacted.
 
-Looked at before anything else can refuse a record or copy its bytes. The rule for one value is
-store.consent; here is where a request or a log may say it, one rule for the capture and for ingest.
+This is checked before anything else can refuse a record or copy its bytes. store.consent has the
+rule for one value. This module knows where a request or a log may state it, for the capture and for
+ingest alike.
 """
 
 import re
@@ -12,9 +13,10 @@ from typing import Any
 from store.consent import YES, consents
 from store.objects import KEYS, PLACES, TWICE, copies
 
-# What may follow the name of the consent, in lower case: the value of a JSON object or of a Python
-# dict; where the name is a whole text, also the next one of a pair, or `"value":` of a header in
-# HAR; without quotes the rest of the line. A name that the bytes end behind has no value.
+# The consent field in lower-case bytes, and its value. After a quoted name: a value as in JSON or
+# in a Python dict. If the name is the whole quoted string, also the second element of a pair, or
+# the `"value":` of a header in HAR. After a name without quotes: the rest of the line. A name at
+# the end of the bytes has no value.
 _KEY = re.compile(
     rb"""(?:(?<=["'])(?P<whole>(?:x-flywheel-)?))?consent(?:"""
     rb"""\\*["']\s*(?:$|(?(whole)[:=,}\])]|[:=])\s*(?:\\*["']value\\*["']\s*:\s*)?"""
@@ -22,7 +24,8 @@ _KEY = re.compile(
     rb"""|\s*(?:$|[:=]\s*(?P<line>[^\r\n]*)))"""
 )
 _ESCAPE = re.compile(rb"\\u00([2-7][0-9a-fA-F])")
-# Every repetition ends where the next begins: a line of brackets must not take for ever.
+# No repetition can match what the next one matches. Else a line of brackets would backtrack for
+# ever.
 _MARK = re.compile(
     r"redacted-by-\w|[\[<{*]\s*(?:\w+[ _:-])?REDACTED\s*[\]>}*]"
     r"|[\[<{*]\s*REDACTED(?:[ _:-]+[^\W_]+){1,9}_*\s*[\]>}*]",
@@ -33,11 +36,11 @@ _SILENT = {"null", "none"}
 
 
 def answers(value: Any) -> list[Any]:
-    """All that an object says about consent: its own fields, and those of its request's and
-    response's metadata and headers, under any spelling of the name.
+    """All that an object says about consent: in its own fields, and in the metadata and headers of
+    its request and response. Names match in upper and lower case.
 
-    Headers may be an object, a list of pairs, or of {"name": .., "value": ..} as in HAR. A text
-    where an object belongs is a no if it may hold one.
+    Headers may be an object, a list of pairs, or a list of {"name": .., "value": ..} as in HAR. A
+    text in place of an object counts as a no if it may contain one.
     """
     found: list[Any] = []
     left = [value]
@@ -62,7 +65,7 @@ def _members(part: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _of_list(part: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Of headers as a list; what is no pair is looked at by itself."""
+    """(name, value) pairs of headers as a list; what is no pair is searched like headers itself."""
     for one in part:
         if isinstance(one, dict) and isinstance(one.get("name"), str):
             yield one["name"], one.get("value")
@@ -78,10 +81,10 @@ def _lower(key: Any) -> str:
 
 
 def may_refuse(raw: bytes) -> bool:
-    """Whether bytes that cannot be read as a record hold a consent that is no clear yes.
+    """Whether bytes that cannot be read as a record hold a consent that is not a clear yes.
 
-    A value that is cut counts as a no, and so does a name without one. null says nothing. In doubt
-    it is a no: a line too few is kept for those who look for the damage.
+    A value that is cut off counts as a no, and so does a name without a value. null says nothing.
+    In doubt it is a no: then the line is not kept for whoever looks for the damage.
     """
     if b"\\u00" in raw:  # a key may be written in escapes
         raw = _ESCAPE.sub(lambda found: bytes([int(found[1], 16)]), raw)
@@ -99,7 +102,7 @@ def _is_clear(found: re.Match[bytes]) -> bool:
 
 
 def marked(raw: bytes) -> bool:
-    """Whether the bytes of a line carry a redaction mark. Fast where they do not."""
+    """Whether the bytes of a line carry a redaction mark. Fast for lines without one."""
     if b"edacted" not in raw and b"EDACTED" not in raw:
         return False
     return bool(_FLAG.search(raw) or _MARK.search(raw.decode("utf-8", "replace")))
@@ -108,7 +111,7 @@ def marked(raw: bytes) -> bool:
 def redacted(value: dict[str, Any], raw: bytes) -> bool:
     """Whether the prompt or the answer of a request/response pair carries a redaction mark.
 
-    A mark in one of them says that the other, and the ids of both, should be gone, too.
+    A mark in one of them means that the other, and the token ids of both, should be gone too.
     """
     if not marked(raw):
         return False
@@ -120,8 +123,8 @@ def redacted(value: dict[str, Any], raw: bytes) -> bool:
 
 
 def _holds_mark(texts: list[Any]) -> bool:
-    """Whether a text somewhere in them, however deep, carries a mark. What stands under one name
-    twice may be the text that is gone: it counts as one.
+    """Whether a text somewhere in them, however deep, carries a mark. A name that stands twice with
+    two values counts as a mark, because only one of the values is seen here.
     """
     left = [*texts]
     while left:

@@ -1,4 +1,4 @@
-"""When a rate is established: what stops a stage that one bad record must not stop."""
+"""Whether a rate is surely above a limit. A stage stops for that, but not for one bad record."""
 
 import math
 
@@ -6,8 +6,8 @@ SURE = 0.01
 
 
 def exceeds(bad: int, total: int, limit: float) -> bool:
-    """Whether the rate behind `bad` of `total` is established above `limit`: at `limit` so many
-    would be found with a chance below SURE (one-sided binomial test).
+    """Whether `bad` of `total` shows that the true rate is above `limit`: if it were `limit`, so
+    many would be found with a probability below SURE (one-sided binomial test).
     """
     if total == 0 or bad / total <= limit:
         return False

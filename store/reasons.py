@@ -17,7 +17,7 @@ TEXT_LOGS = (
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """`damaged` is the class; `fix` says what to do where nothing else is left."""
+    """`damaged` is the class; `fix` says what to do when ingest stops for this reason."""
 
     damaged: bool
     meaning: str
@@ -44,7 +44,7 @@ REASONS = {
         True, "neither a capture record nor a request/response pair", "write one of the two"
     ),
     "unknown_version": Reason(
-        True, "a capture record of another format version", "ingest it with the version it names"
+        True, "a capture record of another format version", "ingest it with a release that reads it"
     ),
     "bad_token_ids": Reason(True, "token ids that are not a list of integers", _LOOK),
     "token_outside_vocabulary": Reason(
@@ -80,7 +80,9 @@ REASONS = {
         "set target.path to the folder that was served, or ingest newer logs",
     ),
     "adapter": Reason(
-        False, "served with a LoRA adapter: not the target's own output", "log the target's own"
+        False,
+        "served with a LoRA adapter: not the target's own output",
+        "log answers without an adapter",
     ),
     "not_in_models": Reason(
         False, "a model that ingest.models does not list", "list the target's names there"
@@ -89,7 +91,7 @@ REASONS = {
     "short_output": Reason(
         False,
         "fewer output tokens than ingest.min_output_tokens",
-        "drafters help where answers are longer",
+        "lower ingest.min_output_tokens, or log longer answers",
     ),
     "finish_error": Reason(False, "the request failed", "see the server's log"),
     "finish_content_filter": Reason(False, "the answer was filtered", "log unfiltered answers"),

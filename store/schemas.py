@@ -1,8 +1,7 @@
 """Arrow schemas of every dataset. Writers use them explicitly, nothing is inferred.
 
 Times are microseconds in UTC. Token ids are int32. `loss_mask` holds half-open spans over the
-positions of prompt + output. The meaning of each column is in docs of the design, in one line here
-only where the name does not say it.
+positions of prompt + output. A column has a comment only where its name does not say what it holds.
 """
 
 import pyarrow as pa
@@ -37,7 +36,7 @@ TRAFFIC = pa.schema(
         ("adapter", pa.string()),
         ("language", pa.string()),  # as the log names it; nothing guesses it
         ("shaped", pa.string()),  # store/shaping.py, comma separated; "" none, null: unknown
-        ("split_by_prompt", pa.string()),  # `split` if the label of the conversation says nothing
+        ("split_by_prompt", pa.string()),  # side of the prompt, for when the label says nothing
     ]
 )
 LATER = ("language", "shaped", "split_by_prompt", "backend", "dtype")
@@ -50,13 +49,13 @@ FEATURES = pa.schema(
         ("ids_digest", pa.binary(16)),  # of the token ids that the features were made from
         ("hi", pa.large_binary()),  # high bytes of bf16 [n_tokens, n_taps * hidden]
         ("lo", pa.large_binary()),  # low bytes
-        ("digest", pa.binary(8)),  # of hi and lo, and of whose they are (store/features.py)
+        ("digest", pa.binary(8)),  # of hi and lo, seeded with the sample (store/features.py)
     ]
 )
 TOP = [
     ("top_ids", pa.list_(pa.int32())),  # [n_output, top_k], flat: likeliest tokens, best first
     ("top_logprobs", pa.list_(pa.float16())),  # their log-probabilities at temperature 1
-    ("top_digest", pa.binary(4)),  # of both, and of whose they are
+    ("top_digest", pa.binary(4)),  # of both, seeded with the sample
 ]
 
 SET_ASIDE = pa.schema(
@@ -73,7 +72,7 @@ SET_ASIDE = pa.schema(
             "backend",
             pa.string(),
         ),  # harvest.backend; null: an older row
-        ("dtype", pa.string()),  # that it computed in
+        ("dtype", pa.string()),  # compute dtype of that backend
     ]
 )
 
@@ -154,7 +153,7 @@ def features_schema(
 
 
 def count_tokens(table: pa.Table) -> int:
-    """Tokens in a table of any schema above: prompt + output, or n_tokens; 0 without."""
+    """Tokens in a table of any schema above: prompt + output, or n_tokens; 0 if it has neither."""
     names = set(table.column_names)
     lengths = [
         call_function("list_value_length", [table[name]])

@@ -1,7 +1,8 @@
-"""Samples that harvest left out, by features key: narrow rows, one a sample.
+"""Samples that harvest left out, by features key; one small row per sample.
 
-They are not tried again under that key, but for those whose fault may be the engine's
-(jobs/harvesting/screening.py): another backend or dtype tries them, and what is fit then leaves.
+They are not tried again under that key, except where the fault may be the engine's
+(jobs/harvesting/screening.py). Then another backend or dtype tries them, and samples that are fit
+leave this list.
 """
 
 from collections.abc import Collection
@@ -18,9 +19,9 @@ from store.shards import read_dataset, read_manifests, write_manifest, write_sha
 def write_set_aside(
     folder: Path, features_key: str, rows: list[dict], fit: Collection[str] = ()
 ) -> None:
-    """Publish SET_ASIDE rows of one features key beside those of before, each sample's newest.
+    """Publish SET_ASIDE rows of one features key beside the earlier ones, the newest per sample.
 
-    fit: ids of samples with features; what was found wrong with them is over.
+    fit: ids of samples that have features by now; their earlier rows are dropped.
     """
     before = read_set_aside(folder, features_key)
     left = {name: row for name, row in before.items() if name not in fit}

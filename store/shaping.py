@@ -1,15 +1,17 @@
-"""What makes an answer other than the target's plain choice, by the names of the request.
+"""Which fields of a request make an answer differ from the target's plain choice of tokens.
 
-A greedy answer under a penalty, a grammar or a bias is not the target's argmax, and need not be:
-replay stays right for it (the recorded token is the verdict), a check of identity does not. So the
-capture and ingest write down the names, and whoever compares with the argmax leaves such rows out.
+A greedy answer under a penalty, a grammar or a bias need not be the target's argmax. Replay stays
+right for it, because the recorded token is the verdict. A check of who wrote the answer does not.
+So the capture and ingest record the names of these fields, and whoever compares with the argmax
+leaves such rows out.
 
-Every field of vLLM 0.32's ChatCompletionRequest and CompletionRequest was looked at. These change
-no choice, only the prompt, when the text ends or how it is shown: stop and stop_token_ids,
-ignore_eos (the end token still comes where it is the argmax), repetition_detection, max_tokens,
-truncate_prompt_tokens, skip_special_tokens, logprobs, seed, n (each choice is a sample of its own),
-length_penalty (beam search only), reasoning_effort, chat_template_kwargs. temperature, top_p and
-top_k have columns of their own. An adapter is another model, not a shape (column `adapter`).
+Every field of vLLM 0.32's ChatCompletionRequest and CompletionRequest was looked at. These do not
+change the choice of tokens, only the prompt, where the text ends, or how it is shown: stop and
+stop_token_ids, ignore_eos (the end token still comes where it is the argmax), repetition_detection,
+max_tokens, truncate_prompt_tokens, skip_special_tokens, logprobs, seed, n (each choice is a sample
+of its own), length_penalty (beam search only), reasoning_effort, chat_template_kwargs. temperature,
+top_p and top_k have columns of their own. An adapter is another model, with its own column
+`adapter`.
 """
 
 from collections.abc import Mapping
@@ -21,22 +23,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0.0,),
     "logit_bias": ({},),
     "min_p": (0.0,),  # keeps the argmax: left out at temperature 0
-    "min_tokens": (0,),  # forbids the end token for so long
+    "min_tokens": (0,),  # forbids the end token before so many tokens
     "bad_words": ([],),
     "allowed_token_ids": (),
     "structured_outputs": (),
     "use_beam_search": (False,),
     "thinking_token_budget": (-1,),  # forces the end of thinking
-    "vllm_xargs": ({},),  # for logits processors of the server's own; nobody knows what they do
+    "vllm_xargs": ({},),  # for the server's own logits processors; their effect is unknown
     "logits_processors": ([],),  # in `defaults`: those the server was started with
-    # Gone and ignored in vLLM 0.32; logs of older servers hold them.
+    # Removed in vLLM 0.32, which ignores them; logs of older servers hold them.
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": ([],),
     "guided_grammar": (),
 }
-"""Fields of a request (OpenAI's and vLLM's) -> their values that change nothing; absent and null
-never do."""
+"""Fields of a request (OpenAI's and vLLM's) -> their values that change nothing. An absent field
+and null change nothing either."""
 FIELDS = (
     *NEUTRAL,
     "temperature",
@@ -49,12 +51,12 @@ FIELDS = (
 
 
 def shaped_by(request: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Sorted names of what shaped the answer; [] for the plain choice of the target.
+    """Sorted names of the fields that shaped the answer; [] for the target's plain choice.
 
     defaults: the server's own sampling defaults (its generation_config.json), in force where the
     request says nothing; "tool_strict" in it says that the server constrains every tool call.
-    What cannot be told from a request: a grammar that the server adds to all of them (vLLM does so
-    for targets served with Mistral's own tokenizer).
+    One thing cannot be seen in a request: a grammar that the server adds to all requests (vLLM does
+    so for targets served with Mistral's own tokenizer).
     """
 
     def value(name: str) -> Any:

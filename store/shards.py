@@ -4,9 +4,9 @@
     <folder>/manifests/<key>.json    what a finished piece of work published
 
 Names come from the input of the work, never from a clock or a random id, so a rerun finds what is
-done. A manifest is created only if absent: of two racing writers the second gets the first's.
-A manifest may replace older ones (a log that has grown, other settings); readers see the union of
-the manifests that nothing replaces. Files that no manifest lists are never read.
+done. A manifest is created only if absent: if two writers race, the second gets the manifest of the
+first. A manifest may replace older ones (a log that has grown, other settings); readers see the
+union of the manifests that nothing replaces. Files that no manifest lists are never read.
 """
 
 import json
@@ -37,7 +37,7 @@ class ShardInfo:
     sha256: str
 
     def entry(self) -> dict[str, Any]:
-        """As it stands in a manifest: the file's name instead of its path, so folders can move."""
+        """The entry of a manifest: the file's name instead of its path, so folders can be moved."""
         fields = asdict(self)
         return {"file": fields.pop("path").name, **fields}
 

@@ -1,4 +1,4 @@
-"""Reading traffic: one row per sample, whatever the number of logs that carried it."""
+"""Reading traffic: one row per sample, however many logs contain it."""
 
 from collections import Counter
 from pathlib import Path
@@ -17,9 +17,10 @@ from store.shards import read_dataset, read_manifests
 def read_traffic(folder: Path, target_id: str | None = None, split: str | None = None) -> pa.Table:
     """Published samples as TRAFFIC rows, sorted by sample_id, so the order never depends on logs.
 
-    Rows of the same sample are merged into the best labelled one, with the sum of the repeat
-    counts. `split` is the side of the sample's group (store.groups), and samples without a label
-    carry the conversation of their group's first one. `target_id` and `split` select rows.
+    Rows of the same sample are merged into the one with the best labels, with the sum of the repeat
+    counts. The column `split` is the side of the sample's group (store.groups). A sample without a
+    label gets the conversation of its group's first sample. The arguments `target_id` and `split`
+    select rows.
     """
     mine = None if target_id is None else pc.field("target_id") == target_id
     rules = [m["inputs"].get("rules", {}) for m in read_manifests(folder)]
@@ -32,7 +33,7 @@ def read_traffic(folder: Path, target_id: str | None = None, split: str | None =
 def regroup(table: pa.Table, unnamed: set[str]) -> pa.Table:
     """TRAFFIC rows with equal sample_id merged into one, split by group, sorted by sample_id.
 
-    unnamed: domains that say nothing. Samples of several targets are grouped each on its own.
+    unnamed: domains that say nothing, such as "default". Each target's samples are grouped apart.
     """
     if table.num_rows == 0:
         return table
@@ -57,7 +58,7 @@ def regroup(table: pa.Table, unnamed: set[str]) -> pa.Table:
 
 
 def _sorted(table: pa.Table, unnamed: set[str]) -> pa.Table:
-    """By sample; of one sample the row whose log names most, then the earliest captured."""
+    """Rows by sample. Of one sample, the row with the most labels is first, then the earliest."""
     columns = [table[name].to_pylist() for name in ("domain", "language", "tenant")]
     missing = [
         (domain in unnamed) + (language is None) + (tenant is None)
@@ -73,7 +74,7 @@ def _sorted(table: pa.Table, unnamed: set[str]) -> pa.Table:
 
 
 def _labels(table: pa.Table, first: np.ndarray) -> list[set[str]]:
-    """The conversations that name each sample; labels that say nothing are left out."""
+    """The conversation labels of each sample, without those that say nothing."""
     rows = table["conversation_id"].to_pylist()
     stops = [*first[1:].tolist(), len(rows)]
     found = [set(rows[a:b]) for a, b in zip(first.tolist(), stops, strict=True)]
