@@ -142,7 +142,7 @@ def run_recipe(cfg: Config, shape: DrafterConfig) -> str:
 def run_settings(cfg: Config) -> dict[str, Any]:
     """The settings that decide the result; train.base by its weights, wherever they are."""
     settings = split_identity(cfg.train)[0]
-    settings |= {"dtype": cfg.target.dtype, "top_k": captured_top_k(cfg)}
+    settings |= {"target_dtype": cfg.target.dtype, "top_k": captured_top_k(cfg)}
     if cfg.train.base:
         settings["base"] = drafter_sha256(cfg.train.base)
     return settings
