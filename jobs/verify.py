@@ -73,7 +73,7 @@ def run(cfg: Config) -> dict[str, Any]:
 
 
 def published(cfg: Config, result: dict[str, Any]) -> dict[str, Any]:
-    """Write the drafter's page again, now with the served side; returns the result with its path."""
+    """Write the drafter's page again, now with the served side; adds its path to the result."""
     return result | {"report": str(publish(cfg, result["drafter_sha256"]))}
 
 
