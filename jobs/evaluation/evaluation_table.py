@@ -1,4 +1,4 @@
-"""What `flywheel evaluate` shows: tau by slice and by K, gains, and what to be wary of."""
+"""What `flywheel evaluate` shows: tau by slice and by K, gains, and warnings."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from jobs.base.console import console, print_table, short_name
 from jobs.dataset.slices import largest
 
 ENOUGH = 0.98
-"""Share of the answers' tokens that a draft vocabulary should hold."""
+"""Share of the answers' tokens that should be in the draft vocabulary; below it, a warning."""
 
 
 def show(evaluation: dict[str, Any]) -> None:
-    """The tables and warnings of one evaluation."""
+    """Print the tables and warnings of one evaluation."""
     measured = evaluation["tau"]
     lines = [
         ["pooled", measured["pooled"], _words(measured["ci"])],
