@@ -95,7 +95,7 @@ def print_aside(aside: dict[Path, list[str]]) -> None:
     """List the files of each folder whose names are not those of logs."""
     for folder, names in aside.items():
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-        console.print(f"left aside in {folder}: {len(names)} that are not named *.jsonl: {shown}")
+        console.print(f"ignored in {folder}: {len(names)} files not named as logs: {shown}")
 
 
 def show(

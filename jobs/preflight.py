@@ -37,7 +37,7 @@ def run(cfg: Config) -> dict[str, Any]:
         return read_json(path, ["ok"]) | {"reused": True}
     checks, measured = check_folder(cfg, folder), {}
     if not none_fails(checks):
-        checks.append(Check("engine", "not started", "skip", "mend the folder first"))
+        checks.append(Check("engine", "not started", "skip", "repair the folder first"))
     else:
         more, measured = try_on_engine(cfg, folder)
         checks += more

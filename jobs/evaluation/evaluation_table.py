@@ -40,7 +40,7 @@ def show(evaluation: dict[str, Any]) -> None:
         )
     alpha = evaluation["alpha"]
     print_table(
-        f"By K, and what one acceptance chance of {alpha['fit']:.3f} would give",
+        f"Tau by K, and a model with one acceptance chance, {alpha['fit']:.3f}, for every draft",
         ["K", "tau", "model", "misfit"],
         [[k, t, alpha["tau"][k], alpha["misfit"][k]] for k, t in evaluation["tau_by_k"].items()],
     )
@@ -57,7 +57,7 @@ def _print_gain(name: str, baseline: dict[str, Any]) -> None:
     console.print(
         f"gain over {baseline['drafter']}, {name}: {baseline['delta']:+.3f} "
         f"({_words(baseline['delta_ci'])}) on {baseline['conversations']} conversations; "
-        f"conversations that a gain of so much needs: {needed or 'unknown'}"
+        f"conversations needed to detect a gain, by its size: {needed or 'unknown'}"
     )
 
 

@@ -63,7 +63,7 @@ def require(cfg: Config, drafter: Path | None, needed: int, stage: str) -> Room:
     if found.servers < needed:
         raise ValueError(
             f"{stage} needs {needed} vLLM server(s) at once, there is room for {found.servers}: "
-            f"{found.words}; stop other programs, or take less per server"
+            f"{found.words}; stop other programs, or lower what each server takes"
         )
     return found
 

@@ -66,9 +66,9 @@ def actor_share(cfg: Config, nodes: Sequence[Mapping[str, Any]]) -> dict[str, fl
     threads = cpus_each(nodes, workers, int(use_gpus))
     if not threads:  # enough in sum, but not on the same nodes: Ray would wait silently
         raise ValueError(
-            f"harvest.workers={workers}, but Ray has no nodes for so many with a GPU and a CPU "
-            f"each ({gpus} GPUs are on nodes with too few CPUs): lower it, or start those nodes "
-            "with more CPUs (ray start --num-cpus)"
+            f"harvest.workers={workers}, but the nodes of Ray cannot give each a GPU and a CPU "
+            f"({gpus} GPUs are on nodes with too few CPUs): lower it, or start those nodes with "
+            "more CPUs (ray start --num-cpus)"
         )
     if not cfg.ray.address:  # on this machine a limit given to torch (OMP_NUM_THREADS) applies
         threads = min(threads, torch.get_num_threads())

@@ -68,7 +68,7 @@ def intruders(cfg: Config) -> Iterator[Check]:
             )
             yield Check(name, version, "fail", fix)
     if installed("dflash"):
-        fix = "z-lab's client has the import name of our dflash/: give it an environment of its own"
+        fix = "z-lab's client and our package share the import name dflash: install it elsewhere"
         yield Check("dflash", f"{installed('dflash')} (z-lab)", "fail", fix)
 
 
@@ -85,7 +85,7 @@ def cpu_faults(cfg: Config) -> Iterator[Check]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-        fix = "vLLM does not start: `make venv` installs the tested set; the message is its own"
+        fix = "vLLM does not start (the message is vLLM's): `make venv` installs the tested set"
         yield Check("vllm on this CPU", last, "fail", fix)
         return
     faults = json.loads(done.stdout.splitlines()[-1])

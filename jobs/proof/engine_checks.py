@@ -134,7 +134,7 @@ def check_text(answers: Sequence[Answer], ties: float) -> Check:
 def check_drafts(ours: Ours, traces: Sequence[Trace]) -> tuple[Check, dict[str, Any]]:
     """Check that vLLM's drafts equal ours, token by token; if not, name the fault that does it."""
     if not has_drafts(traces):
-        text = "not checked: no served answer has a second token, so nothing was drafted for one"
+        text = "not checked: no served answer has a second token, so there is no draft to compare"
         return Check("drafts", text, "skip", "hold out longer answers"), {}
     own = compare(AS_CONFIGURED, ours.drafter, *ours.borrowed, traces)
     ties = own.near_ties(ours.ties)
@@ -162,11 +162,11 @@ def check_drafts(ours: Ours, traces: Sequence[Trace]) -> tuple[Check, dict[str, 
     cause, ranking = explain(ours.table, ours.drafter, *ours.borrowed, differing, ours.ties, unsure)
     found["hypotheses"] = {h.name: share for h, share in ranking}
     if cause is not None:
-        text += f"; '{cause.name}' gives vLLM's again: {cause.cause}"
+        text += f"; '{cause.name}' reproduces vLLM's drafts: {cause.cause}"
         return Check("drafts", text, "fail", cause.remedy), found
     best, share = ranking[0]
     fix = (
-        f"none of {len(ranking)} known faults gives them again (nearest: '{best.name}', "
+        f"none of {len(ranking)} known faults reproduces them (nearest: '{best.name}', "
         f"{share:.0%}): the engine may hold other weights than the folder (a stale copy, "
         "quantisation), or have a fault of its own; do not serve it"
     )
@@ -251,5 +251,5 @@ def check_tau(
     faults = found.faults()
     if not faults:
         return Check("tau", text), measured
-    fix = "the rows above name the cause; if all of them are fine, the engine counts otherwise"
+    fix = "the rows above name the cause; if all of them are ok, the engine counts in another way"
     return Check("tau", f"{text}; {'; '.join(faults)}", "fail", fix), measured

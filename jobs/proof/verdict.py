@@ -78,9 +78,9 @@ def text_faults(text: GreedyReport) -> list[str]:
     control, drafted = text.control, text.drafted
     return [
         f"{len(text.different)} greedy texts differ beyond what the plain server explains (gaps "
-        f"{gaps}; bound {text.bound:.3g}; read again, {drafted.lost} of {drafted.tokens} tokens "
-        f"with the drafter are not its choice, {control.lost} of {control.tokens} of its own, "
-        f"chance {text.chance:.2g}, limit {LEVEL:g})"
+        f"{gaps}; bound {text.bound:.3g}; when it reads answers again, {drafted.lost} of "
+        f"{drafted.tokens} tokens with the drafter are not its choice, and {control.lost} of "
+        f"{control.tokens} of its own; chance {text.chance:.2g}, limit {LEVEL:g})"
     ]
 
 

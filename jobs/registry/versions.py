@@ -236,7 +236,7 @@ class Registry:
             if found != sha256:
                 raise ValueError(
                     f"{source} holds {found[:12] or 'no drafter'} after the upload of {folder} "
-                    f"({sha256[:12]}): nothing was registered; see to the artifact store of "
+                    f"({sha256[:12]}): nothing was registered; check the artifact store of "
                     f"{self.cfg.mlflow_uri}, then run the same command again"
                 )
         return run_id, source

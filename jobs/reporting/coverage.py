@@ -74,7 +74,7 @@ def _replay(facts: Facts) -> Line:
 def _leakage(facts: Facts) -> Line:
     name, found = "held-out text apart from training text", facts.evaluation.get("leaking")
     if found is None:
-        return _line(name, False, "this evaluation did not look: run flywheel evaluate again")
+        return _line(name, False, "this evaluation did not check: run flywheel evaluate again")
     text = (
         f"{found['leaking']} of {found['samples']} held-out samples share their text with "
         "training samples"
@@ -182,7 +182,7 @@ def _reference(facts: Facts) -> Line:
 
 
 def _text(facts: Facts) -> Line:
-    name = "the drafter leaves the text alone"
+    name = "the drafter does not change the text"
     if facts.verified is None:
         return _line(name, False, "flywheel verify does it")
     greedy = facts.verified["greedy"]

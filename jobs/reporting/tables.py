@@ -46,8 +46,8 @@ def verdict(facts: Facts) -> str:
     baseline = facts.baseline
     if baseline is None:
         return (
-            "When this drafter was evaluated there was no champion to compare it with: it stands "
-            "against no drafter, tau 1."
+            "When this drafter was evaluated there was no champion to compare it with: it is "
+            "compared with serving without a drafter, tau 1."
         )
     if baseline["delta_ci"] is None:
         return (
@@ -158,18 +158,18 @@ def k_advice(facts: Facts) -> list[str]:
     verified = facts.verified
     if verified is None:
         return [
-            "No K is recommended: it hangs on what a round costs on your machine, which was not "
-            "measured. flywheel verify measures it. Until then: K pays while a round costs less "
-            "than tau plain steps."
+            "No K is recommended: the best K depends on what a round costs on your machine, which "
+            "was not measured. flywheel verify measures it. Until then: K drafts pay off while a "
+            "round costs less than tau plain steps."
         ]
     if verified_faults(facts):
         return [
-            "No K is recommended: the drafter failed flywheel verify, and what it measured then "
+            "No K is recommended: the drafter failed flywheel verify, so what verify measured "
             "decides nothing."
         ]
     if not verified["costs"]:
         chosen = ", ".join(map(str, verified["k_by_batch_size"]))
-        return [f"K was set by hand (serve.k): {chosen}. No cost was measured, nothing chosen."]
+        return [f"K was set by hand (serve.k): {chosen}. No cost was measured."]
     common, by_slice = verified["k_by_batch_size"], verified.get("k_by_slice", {})
     others = [(name, ks) for name, ks in by_slice.items() if ks != common]
     lines = [f"Serve with {_by_batch(common)}."]
@@ -207,14 +207,14 @@ def served(facts: Facts) -> list[tuple[str, str]]:
     ]
     return [
         ("result", "failed" if verified_faults(facts) else "passed"),
-        ("tau that vLLM itself states, drafts behind the end of text included", _tau(verified)),
+        ("tau by vLLM's own counts, drafts after the end of text included", _tau(verified)),
         *speeds,
         ("greedy texts compared with and without the drafter", str(greedy["requests"])),
         ("identical", str(greedy["identical"])),
         ("differing at a near tie", str(greedy["near_ties"])),
         ("differing otherwise", str(greedy["different"])),
         ("requests replayed on the text that was served", str(verified["same_text"]["requests"])),
-        ("of these, served in the replayed rounds", str(verified["same_text"]["identical_rounds"])),
+        ("of these, in the same rounds as replay", str(verified["same_text"]["identical_rounds"])),
         ("requests walked by the reference decoder", str(reference["requests"])),
         ("identical to replay in every round", str(reference["identical"])),
     ]
