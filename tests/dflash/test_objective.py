@@ -57,7 +57,7 @@ def test_dpace_example():
 
 @pytest.mark.parametrize(("q", "first"), [(0.0, 1.0), (0.9, 10.2)])
 def test_dpace_grows_with_quality(q, first):
-    """For blocks of 16 its sum is about 1 for a useless drafter and 10 at quality 0.9."""
+    """In blocks of 16 the first slot weighs about 1 for a useless drafter, 10 at quality 0.9."""
     weights = dpace(torch.full((1, 1, 15), q), torch.ones(1, 1, 15))
     assert weights[0, 0, 0].item() == pytest.approx(first, abs=0.05)
 

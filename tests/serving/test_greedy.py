@@ -76,7 +76,7 @@ def test_an_answer_that_is_cut_off_is_different():
 
 
 def test_more_lost_tokens_than_the_control_has_are_different_too():
-    """Every gap is small, but with the drafter many ties go the other way; without it, none do."""
+    """Every gap is small, but many more tokens are lost with the drafter than in the control."""
     few, many = reading(r0=[0.1] * 5), reading(r3=[0.1] * 30)
     report = judge(*texts([3]), few, many, 0.5)
     assert report.chance < LEVEL
