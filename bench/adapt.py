@@ -1,10 +1,10 @@
 """make bench-adapt: a drafter of three domains adapts to a fourth, with 10k, 30k and 100k tokens.
 
-All weights and LoRA, with and without a replay mix of the old domains; scored by replay on the same
-held-out conversations of every domain. Two hours on two cores; what is done already is kept, so
-it continues after Ctrl-C. Ends with <work>/adapt.json, <work>/adapt.svg and one JSON line, `ratio`
-being tau on the new domain after 100k tokens over tau of the base, the best of those that keep the
-old domains within 1 %, or, if none does, of the one that loses least.
+Trains all weights or LoRA, with and without a replay mix of the old domains. Each result is scored
+by replay on the same held-out conversations of every domain. It takes two hours on two cores and
+continues after Ctrl-C. Ends with <work>/adapt.json, <work>/adapt.svg and one JSON line. `ratio` is
+tau on the new domain after 100k tokens over tau of the base: for the best recipe that keeps every
+old domain within 1 %, or, if none does, for the one that loses least.
 """
 
 import json
@@ -32,8 +32,8 @@ from store.ids import split_of
 OLD, NEW = ("tickets", "general", "reviews"), "sql"
 PROMPTS = {"tickets": 160, "general": 85, "reviews": 200, NEW: 2700}
 HELD_OUT_PROMPTS = 1118
-"""Prompts of the new domain among which some are held out; of later ones only those of the training
-split are used, so that a larger study is scored on the same conversations."""
+"""Only among so many first prompts of the new domain are some held out. Of later ones only the
+training split is used. So a study with more prompts is scored on the same conversations."""
 SIZES = {10_000: 60, 30_000: 140, 100_000: 300}
 """Answer tokens of the new domain -> training steps."""
 BASE = ["train.steps=300", "train.val_every=100"]
@@ -50,13 +50,13 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Study:
-    """Work folders below one, all of one target, and the settings the user gave."""
+    """The work folders of a study, below one folder and with one target; the user's settings."""
 
     folder: Path
     settings: list[str]
 
     def config(self, name: str, *more: str) -> Config:
-        """Settings of the work folder `name`; the target and its features are shared."""
+        """The configuration of the work folder `name`, which shares the target with the others."""
         shared = [f"work={self.folder / name}", f"target.path={self.folder / 'all' / 'target'}"]
         shared += ["drafter.draft_vocab=0"]  # the new domain has words that the old ones lack
         defaults = ["ingest.val_percent=4", "ingest.test_percent=8", "train.val_samples=8"]
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def collect(study: Study) -> list[dict[str, Any]]:
-    """Answers of the target to all prompts, harvested: the captured lines."""
+    """Let the target answer all prompts and harvest them; returns the captured records."""
     cfg = study.config("all", f"target.path={study.folder / 'all' / 'target'}")
     target.run(cfg.override("target", path=""))
     traffic.send(cfg, [p for domain, count in PROMPTS.items() for p in ask(domain, count)])
@@ -105,8 +105,8 @@ def ask(domain: str, count: int) -> list[Prompt]:
 
 
 def share(study: Study, name: str, lines: list[dict[str, Any]], tokens: int) -> None:
-    """A work folder with the old domains, `tokens` training tokens of the new one, and all held-out
-    conversations of both, on the features of all.
+    """Make a work folder with the old domains, `tokens` training tokens of the new one, and all
+    held-out conversations of both. Its features are a link to those of the folder `all`.
     """
     cfg = study.config(name)
     cfg.path("capture").mkdir(parents=True, exist_ok=True)
@@ -128,14 +128,14 @@ def share(study: Study, name: str, lines: list[dict[str, Any]], tokens: int) -> 
     text = "\n".join(kept).encode() + b"\n"
     subset = cfg.path("capture", "subset.jsonl")
     if not subset.is_file() or subset.read_bytes() != text:
-        for made in ("traffic", "rejects"):  # ingest would keep the samples of the former subset
+        for made in ("traffic", "rejects"):  # else ingest keeps samples of the former subset
             shutil.rmtree(cfg.path(made), ignore_errors=True)
         commit(subset, lambda stream: stream.write(text))
     ingest.run(cfg)
 
 
 def number(line: dict[str, Any]) -> int:
-    """Place of the line's prompt among those of its domain."""
+    """The number of the line's prompt among those of its domain."""
     return int(line["conversation_id"].rpartition("-")[2])
 
 
@@ -153,7 +153,7 @@ def score(
 
 
 def finish(study: Study, found: list[dict[str, Any]]) -> None:
-    """Table, picture, JSON."""
+    """Print the table and the JSON line; write adapt.json and adapt.svg."""
     base, adapted = found[0], found[1:]
     for row in found:
         row["gain"] = row["tau"][NEW] / base["tau"][NEW] - 1

@@ -1,9 +1,10 @@
 """make bench-capture: what the capture costs a server's event loop, by the size of the request.
 
-Before a request is served it is read: one scan of its bytes (ours) against parsing it and writing
-it again with `return_token_ids` (as the capture did at first). While that runs no other request
-moves. `detail` has the milliseconds of both and of what vLLM itself does first on the same loop,
-json.loads of the same body, and the milliseconds of whole exchanges through the middleware.
+The capture reads a request before it is served, and meanwhile the loop serves no other request.
+Compared are one scan of its bytes (ours), and parsing it and writing it again with
+`return_token_ids` (as the capture did at first). `detail` has the milliseconds of both, of
+json.loads of the same body, which vLLM itself does on the same loop, and of whole exchanges through
+the middleware.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ ANSWER = {
 
 
 def bodies(words: int) -> dict[str, bytes]:
-    """The same amount of prompt as one text, as many messages, and as token ids."""
+    """Requests with the same amount of prompt: as one text, as many messages, and as token ids."""
     text = [{"role": "user", "content": 'word "w"\n' * (words * 6 // 9)}]
     chat = [{"role": "user", "content": "some words here"}] * (words // 8)
     requests: list[dict[str, Any]] = [
@@ -40,12 +41,12 @@ def bodies(words: int) -> dict[str, bytes]:
 
 
 def parse_and_dump(body: bytes) -> bytes:
-    """What was done before."""
+    """What the capture did at first."""
     return json.dumps(json.loads(body) | {"return_token_ids": True}).encode()
 
 
 def scan(body: bytes) -> bytes:
-    """What is done now, for a server of text."""
+    """What the capture does now, for a text-only server."""
     asked = read([], body, text_only=True)
     assert asked is not None
     assert asked.consents

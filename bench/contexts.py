@@ -1,10 +1,10 @@
-"""make bench-contexts: the demo's drafter, made on short prompts, adapts to long ones.
+"""make bench-contexts: the demo's drafter, trained on short prompts, adapts to long ones.
 
-A long prompt is one of the demo's behind EARLIER others with the target's own answers. Trained on
-them with and without a replay mix of the short ones, scored by replay on held-out conversations of
-both. Needs a finished demo; half an hour on two cores, and it continues after Ctrl-C. Ends with
-<work>/contexts/contexts.json and one JSON line, `ratio` being tau on long prompts after adaptation
-with the mix over before.
+A long prompt is one of the demo's prompts after EARLIER others with the target's own answers. The
+drafter is trained on long prompts, with and without a replay mix of the short ones, and scored by
+replay on held-out conversations of both. Needs a finished demo. It takes half an hour on two cores
+and continues after Ctrl-C. Ends with <work>/contexts/contexts.json and one JSON line. `ratio` is
+tau on long prompts after adaptation with the mix over tau before it.
 """
 
 import json
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def long_prompts(demo: Config) -> list[Prompt]:
-    """Tickets that the demo has not seen, each behind EARLIER tickets and their answers."""
+    """Tickets that the demo has not seen, each after EARLIER tickets and their answers."""
     asked = {p.conversation_id: p for p in prompts("tickets", demo.demo.tickets, demo.demo.seed)}
     given = answers(demo)
     known = [(asked[name], text) for name, text in sorted(given.items()) if name in asked]
@@ -96,7 +96,7 @@ def score(cfg: Config, drafter: Path) -> dict[str, float]:
 
 
 def finish(cfg: Config, found: dict[str, dict[str, float]]) -> None:
-    """Table, file, JSON line."""
+    """Print the table and the JSON line; write contexts.json."""
     lengths = [
         len(json.loads(line)["prompt_ids"])
         for path in cfg.path("capture").glob("[!.]*.jsonl")

@@ -1,7 +1,7 @@
-"""Two more domains for studies, seeded templates as the demo's: the answers are the target's.
+"""Two more domains for studies: seeded prompts made from templates, as in the demo.
 
-`sql`: a question about a table to a query and its explanation. `reviews`: a product review to a
-verdict with reasons.
+`sql`: from a question about a table to a query and its explanation. `reviews`: from a product
+review to a verdict with reasons. The answers are the target's own.
 """
 
 import random

@@ -1,14 +1,14 @@
-"""How often a right drafter is called wrong, by the checks of preflight and verify that rounding
-can turn: texts, rounds, drafts, served tokens.
+"""How often a right drafter is called wrong, by those checks of preflight and verify that rounding
+can affect: texts, rounds, drafts, served tokens.
 
     python -m bench.false_alarms work=runs/demo target.dtype=bfloat16
     python -m bench.false_alarms work=runs/demo evaluate.drafter=FOLDER
 
-RUNS times REQUESTS prompts of the demo's clients that nobody has sent before (another seed) are
-answered by a plain server and by one with the drafter; the plain one reads both again. Each run has
-prompts of its own and is judged as `flywheel verify` and `flywheel preflight` judge theirs.
-`alarms` must be empty; `detail` has what the limits are made from: tokens, rounds and drafts that
-differ, and their gaps. bench/missed_faults.py is the other half.
+RUNS times REQUESTS new prompts of the demo's clients (another seed) are answered by a plain server
+and by one with the drafter. The plain server then reads both answers again. Each run has its own
+prompts and is judged as `flywheel verify` and `flywheel preflight` do it. `alarms` must be empty.
+`detail` has the numbers that the limits are based on: tokens, rounds and drafts that differ, and
+their gaps. bench/missed_faults.py tests the opposite error.
 """
 
 import json
@@ -46,7 +46,7 @@ GENERAL = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """Answers to the same prompts, as servers gave them and as we read them."""
+    """Answers to the same prompts: as the servers gave them, and as our target computes them."""
 
     names: list[str]
     plain: list[Completion]
@@ -57,7 +57,7 @@ class Pool:
     traces: list[Trace]
 
     def draw(self, picked: list[int]) -> "Pool":
-        """Those at these places."""
+        """The pool of the prompts at these indices."""
         each = {
             name: [getattr(self, name)[i] for i in picked]
             for name in ("names", "plain", "drafted", "answers", "traces")
@@ -70,7 +70,7 @@ class Pool:
 
 
 def main(cfg: Config) -> dict[str, Any]:
-    """RUNS judgements; returns what the JSON line says."""
+    """Judge RUNS times; returns the content of the JSON line."""
     folder = find_drafter(cfg, cfg.evaluate.drafter)
     ours = prepare(cfg, folder, load_rows(cfg, cfg.evaluate.split)[:1])
     pool = ask(cfg, ours, str(folder), new_requests(cfg, RUNS * REQUESTS))
@@ -141,14 +141,14 @@ def judged(cfg: Config, ours: Ours, pool: Pool) -> dict[str, bool]:
 
 
 def rounds_of(ours: Ours, pool: Pool) -> Any:
-    """The comparison of rounds, on answers that are read already."""
+    """The comparison of rounds, on answers whose features are computed already."""
     read = {one.request_id: a for one, a in zip(pool.drafted, pool.answers, strict=True)}
     named = list(zip(pool.names, pool.drafted, strict=True))
     return compare(ours.target, ours.drafter, named, ours.k, lambda one: read[one.request_id])
 
 
 def described(ours: Ours, pool: Pool) -> dict[str, Any]:
-    """What the limits are made from, of the whole pool."""
+    """The numbers that the limits are based on, over the whole pool."""
     text = judge(pool.plain, pool.drafted, pool.control, pool.reading, 0.0)
     rounds, (_, drafts) = (
         rounds_of(ours, pool),

@@ -17,7 +17,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def paired(ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> list[float]:
-    """Theirs / ours per repeat, A B B A ordered; one unmeasured call of each comes first."""
+    """Seconds of theirs / ours for each repeat, in A B B A order. Each first runs unmeasured."""
     ours()
     theirs()
     ratios = []

@@ -1,10 +1,10 @@
-"""How often 95 % intervals hold the truth, near the limits of the scale and between them.
+"""How often 95 % intervals contain the true value, near the limits of the scale and between them.
 
     python -m bench.intervals [datasets=400]
 
-Simulated worlds in which the true tau is known: conversations of uneven length whose chance of
-acceptance is drawn anew, among them worlds with a few conversations unlike all others. Gains are
-paired: both drafters walk the same conversations.
+The true tau is known because the data is simulated. A world draws conversations of uneven length,
+each with its own chance of acceptance. In some worlds a few conversations are unlike all others.
+Gains are paired: both drafters walk the same conversations.
 """
 
 import sys
@@ -20,16 +20,17 @@ K, DRAWS, ROUNDS, REQUESTS = 3, 400, 15, 3
 SIZES = (5, 10, 20, 100)
 Floats = NDArray[np.float64]
 World = Callable[[np.random.Generator, int], list[Floats]]
-"""(generator, conversations) -> chances of acceptance, of one drafter or of ours and theirs."""
+"""(generator, conversations) -> chances of acceptance of one drafter, or of ours and theirs; each
+array has one entry per conversation."""
 
 
 def some(share: float, chance: float, others: float) -> World:
-    """A share of conversations with another chance."""
+    """A share of the conversations has one chance, the others have another."""
     return lambda rng, n: [np.where(rng.random(n) < share, chance, others)]
 
 
 def pair(share: float, ours: tuple[float, float], theirs: tuple[float, float]) -> World:
-    """(in a share of conversations, in the others) of both drafters."""
+    """The chances of two drafters, each (in a share of the conversations, in the others)."""
 
     def world(rng: np.random.Generator, n: int) -> list[Floats]:
         rare = rng.random(n) < share
@@ -39,7 +40,7 @@ def pair(share: float, ours: tuple[float, float], theirs: tuple[float, float]) -
 
 
 def eased(a: float, b: float, most: float, gains: tuple[float, ...] = (0.0,)) -> World:
-    """Chances by a beta distribution; drafters differ by a constant."""
+    """Chances from a beta distribution, times `most`; drafters differ by a constant gain."""
 
     def world(rng: np.random.Generator, n: int) -> list[Floats]:
         ease = rng.beta(a, b, n) * most
@@ -70,19 +71,19 @@ WORLDS: dict[str, World] = {
 
 
 def expected(chance: Floats) -> float:
-    """True tau: lengths do not depend on the chance."""
+    """The true tau; a mean over conversations, since their lengths do not depend on the chance."""
     return float(sum(np.mean(chance**k) for k in range(K + 1)))
 
 
 def walk(rng: np.random.Generator, chance: Floats, rounds: NDArray[np.int64]) -> Floats:
-    """Tokens of each conversation."""
+    """Simulated tokens of each conversation."""
     missed = rng.random((len(chance), rounds.max(), K)) > chance[:, None, None]
     accepted = np.where(missed.any(2), missed.argmax(2), K) + 1
     return (accepted * (np.arange(rounds.max()) < rounds[:, None])).sum(1).astype(np.float64)
 
 
 def measure(world: World, size: int, datasets: int) -> tuple[float, float]:
-    """(share of intervals that hold the truth, their mean width)."""
+    """(share of intervals that contain the true value, their mean width)."""
     rng = np.random.default_rng(size)
     taus = [expected(chance) for chance in world(rng, 400_000)]
     truth = taus[0] - sum(taus[1:])
@@ -103,7 +104,7 @@ def measure(world: World, size: int, datasets: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """A row per world: coverage (width) at each number of conversations."""
+    """Print a row per world: coverage (width) at each number of conversations."""
     datasets = int(sys.argv[1].removeprefix("datasets=")) if len(sys.argv) > 1 else 400
     found: dict[str, dict[int, tuple[float, float]]] = {}
     for name, world in WORLDS.items():

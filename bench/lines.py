@@ -1,6 +1,7 @@
-"""Two programs that take turns: a parent asks in lines, a worker in its own environment answers.
+"""Two programs that take turns: a parent sends lines to a worker in another environment, which
+answers each with a line.
 
-Standard library and psutil only: the worker side also runs where nothing of ours is installed.
+It needs only the standard library and psutil: the worker also runs where this package is missing.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ class Worker:
     def ask(self, command: str, argument: int | str) -> dict[str, Any]:
         """Send one command and wait for its answer. Raises ValueError if the worker died."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # _answer tells why it died
+        with contextlib.suppress(BrokenPipeError):  # `_answer` raises with the reason
             print(json.dumps([command, argument]), file=self.process.stdin, flush=True)
         return self._answer()
 
@@ -75,7 +76,7 @@ class Lines:
             yield command, argument
 
     def answer(self, **values: Any) -> None:
-        """One JSON line with `values`, resident bytes now and the process's peak so far."""
+        """Print one JSON line: `values`, resident bytes now, and the process's peak so far."""
         memory = {"resident": psutil.Process().memory_info().rss, "peak": peak_bytes()}
         print(json.dumps(values | memory), file=self.out, flush=True)
 
@@ -83,7 +84,7 @@ class Lines:
 def peak_bytes() -> int:
     """Largest resident set of this process so far.
 
-    On Linux from /proc: there ru_maxrss also remembers the parent's memory at the time of the fork.
+    On Linux it is read from /proc: ru_maxrss also counts the parent's memory when it forked.
     """
     status = Path("/proc/self/status")
     if not status.is_file():

@@ -1,11 +1,12 @@
-"""Whether a wrong drafter is called wrong: served with one field changed, replayed without it.
+"""Whether a wrong drafter is called wrong: it is served with one change, and replayed without.
 
     python -m bench.missed_faults work=runs/demo target.dtype=bfloat16
 
-REQUESTS prompts that nobody has sent before are answered with a copy of the drafter that differs in
-one field of its config.json, or in its weights, and judged as `flywheel preflight` and `flywheel
-verify` judge answers, against the drafter itself. `missed` must be empty, `healthy` must say
-nothing. bench/false_alarms.py is the other half.
+REQUESTS new prompts are answered with a copy of the drafter that differs in one field of its
+config.json, or in its weights. The answers are compared with the unchanged drafter, as `flywheel
+preflight` and `flywheel verify` do it. `missed` lists changes that no check found and must be
+empty; so must `healthy`, the checks that fail without a change. bench/false_alarms.py tests the
+opposite error.
 """
 
 import json
@@ -40,7 +41,7 @@ Change = Callable[[Path], None]
 
 
 def field(**fields: Any) -> Change:
-    """Other values in config.json; those of dflash_config in their own object."""
+    """A change of values in config.json; keys of its dflash_config are changed there."""
 
     def change(folder: Path) -> None:
         path = folder / "config.json"
@@ -54,13 +55,13 @@ def field(**fields: Any) -> Change:
 
 
 def next_taps(folder: Path) -> None:
-    """Each feature from one layer further on."""
+    """Read each feature one layer later."""
     raw = json.loads((folder / "config.json").read_text())
     field(target_layer_ids=[i + 1 for i in raw["dflash_config"]["target_layer_ids"]])(folder)
 
 
 def noisy_weights(folder: Path) -> None:
-    """Every matrix with 20 % noise: a drafter from another run, or from another step."""
+    """Add 20 % noise to every matrix, as if the weights were of another run or step."""
     path, generator = folder / "model.safetensors", torch.Generator().manual_seed(0)
     weights = load_file(path)
     for name, tensor in weights.items():
@@ -82,7 +83,7 @@ FAULTS: dict[str, Change] = {
 
 
 def main(cfg: Config) -> dict[str, Any]:
-    """One server per fault; returns what the JSON line says."""
+    """Start one server per fault; returns the content of the JSON line."""
     folder = find_drafter(cfg, cfg.evaluate.drafter)
     asked, found = new_requests(cfg, REQUESTS), {}
     ours = prepare(cfg, folder, load_rows(cfg, cfg.evaluate.split)[:1])
@@ -105,7 +106,7 @@ def main(cfg: Config) -> dict[str, Any]:
 def judged(
     cfg: Config, folder: Path, served: Path, ours: Ours, asked: list[Request]
 ) -> dict[str, Any]:
-    """Which checks call the drafter that was served another one than `folder`, and the counts."""
+    """Which checks find that the served drafter is not the one in `folder`, and the counts."""
     running = server(serving(cfg, str(served), [ours.k]), "missed-faults.log")
     running.drafts = cfg.path("logs", "missed-faults.jsonl")
     with running:

@@ -1,7 +1,7 @@
 """make bench-muon: one optimizer step of our blockwise Muon against torch.optim.Muon.
 
-The demo drafter's matrices (2 layers, hidden 576). Ours orthogonalises in blocks, in the compute
-dtype of this machine; torch's whole matrices in bfloat16.
+It steps the demo drafter's matrices (2 layers, hidden 576). Ours orthogonalises blocks of rows in
+the compute dtype of this machine; torch orthogonalises whole matrices in bfloat16.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """make bench-replay [ARGS="work=runs/mine"]: replay against decoding the same prompts.
 
-Needs a finished demo (make demo): its target, its held-out prompts and its newest drafter. Decoding
-is done by the reference decoder, which must walk the same rounds, and by a vLLM server with the
-drafter that gets all requests at once. `ratio` is for the reference decoder and one replay over
-features that are there, as for every drafter and every K after the first; `detail` has vLLM's, and
-both with the target's pass that makes the features.
+Needs a finished demo (make demo): its target, its held-out prompts and its newest drafter. Two
+programs decode: the reference decoder, whose rounds must equal replay's, and a vLLM server with the
+drafter, which gets all requests at once. `ratio` compares the reference decoder with a replay whose
+features exist already, as they do for every drafter and every K after the first. `detail` also has
+the ratio to vLLM, and both ratios with the target's pass that computes the features.
 """
 
 import statistics

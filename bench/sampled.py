@@ -1,9 +1,9 @@
 """make bench-sampled [ARGS="work=runs/mine"]: estimators of tau at temperature > 0, and their bias.
 
-Needs a finished demo (make demo). Held-out prompts are decoded with the reference decoder, with
-greedy and with probabilistic drafts; what bench.sampled_rounds says from a text alone is compared
-with the rounds that were walked. `ratio` is expected / decoded tau with probabilistic drafts; the
-bias of every estimator is in `detail`, with a standard error over prompts.
+Needs a finished demo (make demo). The reference decoder answers held-out prompts, with greedy and
+with probabilistic drafts. bench.sampled_rounds estimates the rounds from the text alone; its
+estimates are compared with the decoded rounds. `ratio` is expected / decoded tau with probabilistic
+drafts. `detail` has the bias of every estimator, with a standard error over prompts.
 """
 
 import sys
@@ -35,7 +35,7 @@ KINDS = {"greedy drafts": False, "probabilistic drafts": True}
 
 @dataclass(frozen=True)
 class Answer:
-    """A sampled answer: its prompt's number, the rounds walked, chances by kind of drafts."""
+    """A sampled answer: the number of its prompt, its decoded rounds, chances by kind of drafts."""
 
     prompt: int
     accepted: list[int]

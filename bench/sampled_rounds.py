@@ -1,10 +1,11 @@
-"""Sampled traffic: the rounds a server would have walked, from a recorded answer.
+"""Sampled traffic: the expected rounds of a server, computed from a recorded answer.
 
-A token x that ends up in the text was an accepted draft with probability min(1, q(x) / p(x)),
-where p is what the target sampled from and q what the draft was drawn from: rejection sampling
-emits x with probability p(x), and as an accepted draft with min(p, q)(x). So a recorded answer
-fixes the distribution of the rounds and none has to be drawn. Greedy drafts have a one-hot q: the
-chance is 1 where draft and text agree and 0 elsewhere, and this is replay.
+Let p be the distribution that the target samples from, and q the one that the draft is drawn from.
+Rejection sampling emits a token x with probability p(x), and as an accepted draft with probability
+min(p, q)(x). So a token x of the text was an accepted draft with probability min(1, q(x) / p(x)).
+A recorded answer thus determines the distribution of its rounds, and nothing has to be sampled.
+Greedy drafts have a one-hot q: the chance is 1 where draft and text agree and 0 elsewhere. Then
+this is replay.
 
 Shape suffixes: A anchors (output tokens 0 .. n-2), K drafts, V vocabulary.
 """
@@ -21,17 +22,17 @@ from dflash.replay import Request, draft_hidden
 from dflash.sampling import Sampling, draft_probabilities, probabilities
 
 BLOCKS = 32
-"""Anchors computed together: about BLOCKS * K rows of the vocabulary are in memory."""
+"""Anchors computed together: about BLOCKS * K rows of logits are in memory."""
 
 
 @dataclass(frozen=True)
 class Chances:
-    """Acceptance chances [A, K] of draft k behind each anchor; 0 where its count would be cut.
+    """Acceptance chances [A, K] of draft k after each anchor; 0 where the end of the text cuts it.
 
-    given_text: that the recorded token was an accepted draft, min(1, q(x) / p(x)).
-    by_rule: that vLLM accepts the draft, before anything is known: p(draft) for greedy drafts,
-    sum(min(p, q)) = 1 - TV(p, q) for probabilistic ones. Its p stands behind the recorded tokens,
-    so from the second draft on it is right only where the earlier drafts are the recorded tokens.
+    given_text: chance that the recorded token was an accepted draft, min(1, q(x) / p(x)).
+    by_rule: chance that vLLM accepts the draft, without knowing the text: p(draft) for greedy
+    drafts, sum(min(p, q)) = 1 - TV(p, q) for probabilistic ones. Its p is conditioned on the
+    recorded tokens, so from the second draft on it is right only if the earlier drafts equal them.
     """
 
     given_text: Tensor
@@ -94,14 +95,16 @@ def anchor_chances(given_text_AK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Expected:
-    """Of one answer: expected rounds, and expected rounds in which draft k was accepted [K]."""
+    """Expected rounds of one answer, and expected rounds in which draft k was accepted [K]."""
 
     rounds: float
     accepted: Tensor
 
 
 def expected(chances_AK: Tensor, anchors_A: Tensor) -> Expected:
-    """Sums over anchors, each weighted with its probability: accepted is a cumprod of chances."""
+    """Sums over anchors, each weighted with its probability. Draft k is accepted with the product
+    of the chances of drafts 1 to k.
+    """
     accepted = anchors_A[:, None] * chances_AK.double().cumprod(1)
     return Expected(float(anchors_A.sum()), accepted.sum(0))
 
@@ -116,5 +119,5 @@ def expected_tau(answers: Iterable[Expected]) -> float:
 
 
 def _ratio(q: Tensor, p: Tensor) -> Tensor:
-    """min(1, q / p); where numerics leave p at 0, whether q would draw the token."""
+    """min(1, q / p). Where rounding makes p 0: 1 if q can draw the token, else 0."""
     return torch.where(p > 0, (q / p).clamp(max=1), (q > 0).to(p.dtype))

@@ -1,7 +1,8 @@
 """make bench-softmax: forward and backward of the training loss, sampled against exact softmax.
 
-Same rows, same frozen head (49,152 x 576). The sampled one uses 1,000 seen tokens and the default
-number of random ones; its loss estimates the same quantity, so both losses are in the detail.
+Both use the same rows and the same frozen head (49,152 x 576). The sampled softmax uses 1,000 seen
+tokens and the default number of random ones. Its loss estimates the exact one, so `detail` has
+both.
 """
 
 import torch

@@ -1,9 +1,10 @@
-"""make bench-sweep: which recipe learns most from the demo's traffic in equal tokens.
+"""make bench-sweep: which recipe learns most from the demo's traffic with equally many tokens.
 
-Every recipe trains a new drafter once per seed, on the same number of supervised block tokens (of
-a random block size fewer), and is scored by replay on the held-out conversations. Needs a finished
-demo; over an hour on two cores, and it continues after Ctrl-C. Ends with <work>/sweep/sweep.json
-and one JSON line, `ratio` being tau of the default over tau of the best other recipe.
+Every recipe trains a new drafter once per seed, on the same number of supervised block tokens (with
+a random block size on fewer), and is scored by replay on the held-out conversations. Needs a
+finished demo. It takes over an hour on two cores and continues after Ctrl-C. Ends with
+<work>/sweep/sweep.json and one JSON line. `ratio` is tau of the default over tau of the best other
+recipe.
 """
 
 import json

@@ -1,9 +1,9 @@
 """make bench-train: our training step against the trainer of speculators 0.9.0, on the same work.
 
-Needs a finished demo (make demo) and `.venv-speculators`, which the target makes. Supervised block
-tokens per second and peak memory; same target, requests, anchors, block, layers, start weights and
-kind of optimizer. docs/explanation/training-speed.md says what still differs. Four processes take
-turns at every step:
+Needs a finished demo (make demo) and `.venv-speculators`, which `make bench-train` creates. It
+compares supervised block tokens per second and peak memory. Target, requests, anchors, block size,
+layers, start weights and kind of optimizer are the same; docs/explanation/training-speed.md says
+what still differs. Four processes take turns at every step:
 
     ours      the shipped step: softmax over seen and sampled tokens
     exact     ours with the full softmax, as they have it
@@ -40,14 +40,14 @@ from jobs.base.drafter_shape import drafter_config
 THEIRS = Path(".venv-speculators/bin/python")
 ROUNDS = 9
 SAMPLES = 40
-LOSS_TOLERANCE = 1e-3  # relative; both sum about 800 float32 terms, in another order
+LOSS_TOLERANCE = 1e-3  # relative; both sum about 800 float32 terms, in different orders
 
 Answers = dict[str, list[dict[str, Any]]]
 
 
 def main() -> None:
-    """Compare and print the JSON line; `ratio` is against sdpa, detail.ratio_compiled the other."""
-    cfg = load(None, [*sys.argv[1:], "drafter.draft_vocab=0"])  # as the peer's
+    """Compare and print the JSON line: `ratio` is to sdpa, detail.ratio_compiled to compiled."""
+    cfg = load(None, [*sys.argv[1:], "drafter.draft_vocab=0"])  # as in speculators
     samples = training_samples(cfg)
     seen = torch.cat([s.ids[s.loss_mask] for s in samples]).unique()
     samples = samples[:SAMPLES]
@@ -72,7 +72,7 @@ UNIT = "supervised block tokens/s ours / theirs"
 
 
 def commands(cfg: Config, folder: Path, vocab_size: int) -> dict[str, list[str | Path]]:
-    """What starts each side."""
+    """The command that starts each side."""
     if not THEIRS.is_file():
         raise ValueError(f"{THEIRS} is missing: run `make bench-train`, which sets it up")
     ours: list[str | Path] = [sys.executable, "-m", "bench.trainers.ours", folder]
@@ -88,7 +88,7 @@ def commands(cfg: Config, folder: Path, vocab_size: int) -> dict[str, list[str |
 
 
 def take_turns(workers: list[Worker], rounds: int) -> Answers:
-    """Every worker takes every step; who begins rotates. Round 0 warms up (torch.compile)."""
+    """Let every worker take every step, in rotating order. Step 0 is a warm-up (torch.compile)."""
     answers: Answers = {worker.name: [] for worker in workers}
     for step in tqdm(range(rounds + 1), desc="steps", unit="round"):
         first = step % len(workers)
@@ -102,9 +102,10 @@ def take_turns(workers: list[Worker], rounds: int) -> Answers:
 def check_loss(
     cfg: Config, target: Target, samples: list[Sample], states: list[Tensor], theirs: list[float]
 ) -> dict[str, Any]:
-    """Both sides compute one loss: step 0 with their labels (the target's argmax) in our step.
+    """Check that both sides compute the same loss, in step 0, with their labels (the target's
+    argmax) in our step. Raises ValueError if the losses differ.
 
-    Raises ValueError if the two differ. They divide by supervised slots, we by their weights.
+    They divide by the number of supervised slots, we by the sum of the slots' weights.
     """
     drafter = new_drafter(drafter_config(cfg), cfg.train.seed)
     batch = batch_of(cfg, samples, drafter.cfg.num_drafts, 0)
@@ -182,7 +183,7 @@ def split(given: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def show(answers: Answers) -> None:
-    """Tables for people."""
+    """Print the tables."""
     rows = []
     for name, given in answers.items():
         steps = given[1:]

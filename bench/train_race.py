@@ -1,14 +1,15 @@
 """make bench-train-race: seconds of training until replay reaches a tau, ours against speculators.
 
-Same data, target, drafter shape and start weights, and as many requests and anchors a step as the
-settings say. Whoever has trained less takes the next step, so all meet the same machine; replays on
-the val split are not counted. Each side has its own learning-rate schedule, over RACE_STEPS steps
-for ours and over BUDGET times those seconds for theirs:
+All sides have the same data, target, drafter shape and start weights, and take the configured
+number of requests and anchors per step. The side that has trained for the fewest seconds takes the
+next step, so that all run under the same load. Replays on the val split are not counted. Each side
+has its own learning-rate schedule: ours lasts RACE_STEPS steps, theirs BUDGET times the seconds of
+those:
 
     ours       the settings of this repository, with train.weights=decay as in bench-train
     published  the defaults of `speculators train` for DFlash: cross-entropy, D-PACE, Muon at 1e-3
                with decay 0.1 and its RMS matching, linear schedule
-    our_lr     the same with our learning rates: no decay, no RMS matching
+    our_lr     as published, but with our learning rates: no decay, no RMS matching
 """
 
 import statistics
@@ -47,7 +48,7 @@ PROBE_STEPS = 3
 
 @dataclass
 class Racer:
-    """One side: its worker, its clock, and the tau it had when."""
+    """One side: its worker, its training time, and its tau over time."""
 
     worker: Worker
     steps: int
@@ -59,7 +60,7 @@ class Racer:
 
     @property
     def reached(self) -> bool:
-        """Whether the goal was seen."""
+        """Whether its last tau was at least GOAL."""
         return bool(self.curve) and self.curve[-1][2] >= GOAL
 
     @property
@@ -78,8 +79,8 @@ class Racer:
 
 
 def main() -> None:
-    """Race and print the JSON line; `ratio` is published / ours."""
-    cfg = load(None, [*sys.argv[1:], "drafter.draft_vocab=0"])  # as the peer's
+    """Race and print the JSON line; `ratio` is seconds of published / ours."""
+    cfg = load(None, [*sys.argv[1:], "drafter.draft_vocab=0"])  # as in speculators
     cfg = cfg.override("train", steps=RACE_STEPS)
     samples = training_samples(cfg)
     seen = torch.cat([s.ids[s.loss_mask] for s in samples]).unique()
@@ -111,7 +112,7 @@ def main() -> None:
 
 
 def lineup(cfg: Config, folder: Path, vocab_size: int, steps: int) -> dict[str, list]:
-    """What starts each side."""
+    """The command that starts each side."""
     ours = commands(cfg, folder, vocab_size)
     theirs = ours["sdpa"][: ours["sdpa"].index("sdpa") + 1]
     theirs = [*theirs, "--scheduler-total-steps", str(steps)]
@@ -126,7 +127,9 @@ def lineup(cfg: Config, folder: Path, vocab_size: int, steps: int) -> dict[str, 
 
 
 def theirs_steps(cfg: Config, folder: Path, vocab_size: int) -> int:
-    """How many of their steps last BUDGET times as long as RACE_STEPS of ours."""
+    """How many of their steps take BUDGET times as long as RACE_STEPS of ours, at most BUDGET times
+    as many.
+    """
     names = ("ours", "published")
     with ExitStack() as stack:
         workers = [
@@ -142,7 +145,7 @@ def theirs_steps(cfg: Config, folder: Path, vocab_size: int) -> int:
 def run(
     racers: dict[str, Racer], target: Target, drafter: Drafter, val: list[Request], weights: Path
 ) -> None:
-    """Until every side has reached the goal or the end of its schedule."""
+    """Race until every side has reached the goal or the end of its schedule."""
     names = {id(racer): name for name, racer in racers.items()}
     while running := [racer for racer in racers.values() if racer.running]:
         racer = min(running, key=lambda r: r.seconds)
@@ -159,7 +162,7 @@ def run(
 
 
 def finish(cfg: Config, racers: dict[str, Racer]) -> None:
-    """Tables and the JSON line. Raises ValueError if ours did not reach the goal."""
+    """Print the table and the JSON line. Raises ValueError if ours did not reach the goal."""
     ours = racers["ours"]
     if not ours.reached:
         raise ValueError(f"ours did not reach tau {GOAL} in {RACE_STEPS} steps: {ours.curve}")

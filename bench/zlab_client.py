@@ -3,8 +3,8 @@
     pip install --no-deps --target build/zlab dflash==0.1.0   # not into .venv: the names collide
     make bench-zlab-client ARGS="build/zlab"    # or "build/zlab work=runs/mine"
 
-Needs a finished demo (make demo). The client runs in a process of its own that finds their `dflash`
-first; it decodes held-out prompts live, and replay walks the text that it wrote.
+Needs a finished demo (make demo). The client runs in its own process, where `import dflash` finds
+their package. It decodes held-out prompts, and replay walks the text that it wrote.
 """
 
 import json
@@ -29,7 +29,7 @@ from jobs.evaluation.drafters import find_drafter
 
 REQUESTS = 10
 OWN_HEAD = ("lm_head.weight", "d2t")
-"""Tensors of a reduced vocabulary, which the client does not know."""
+"""Tensors of a reduced vocabulary, which the client does not support."""
 
 CLIENT = """
 import json, sys, torch
@@ -58,7 +58,7 @@ def main() -> None:
     prompts = [(row["prompt_ids"], len(row["output_ids"])) for row in rows]
     answers = run_client(client, [str(cfg.target_path), str(folder), prompts, end_tokens(cfg)])
     target = load_target(cfg.target_path, torch.float32)
-    drafter = whole_vocabulary(load_drafter(folder))  # the client knows no reduced one
+    drafter = whole_vocabulary(load_drafter(folder))  # the client has no reduced vocabulary
     equal, rounds, same_rounds = [], 0, 0
     for row, (output, lengths) in zip(rows, answers, strict=True):
         ids = [*row["prompt_ids"], *output]
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def run_client(client: Path, task: list) -> list:
-    """Decode with z-lab's client in its own process and import path."""
+    """Decode with z-lab's client, in its own process with its own import path."""
     with tempfile.TemporaryDirectory() as elsewhere:
         done = subprocess.run(
             [sys.executable, "-c", CLIENT],
@@ -92,7 +92,7 @@ def run_client(client: Path, task: list) -> list:
 
 
 def whole_vocabulary(drafter: Drafter) -> Drafter:
-    """The same drafter, drafting from the target's whole head: what z-lab's client serves."""
+    """The same drafter, but drafting from the target's whole head, as z-lab's client does."""
     cfg = replace(drafter.cfg, draft_vocab_size=0)
     state = drafter.state_dict()
     return drafter_of(cfg, {name: t for name, t in state.items() if name not in OWN_HEAD})

@@ -1,7 +1,7 @@
 """flywheel convert convert.source=FOLDER convert.dest=NEW [convert.format=speculators]
 
-Rewrite a drafter folder in z-lab's or speculators' format. Tensors are copied bit for bit; what the
-other format cannot say is refused (dflash/config_formats.py).
+Rewrite a drafter folder in z-lab's or speculators' format. Tensors are copied bit for bit. A
+drafter with a setting that the other format cannot express is refused (dflash/config_formats.py).
 """
 
 from typing import Any
@@ -13,11 +13,15 @@ from jobs.base.target_facts import target_config
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Convert; returns the summary. Raises ValueError for what cannot be read or said."""
+    """Convert the folder and return the summary.
+
+    Raises ValueError for a folder that cannot be read, and for a setting that the other format
+    cannot express.
+    """
     wanted = cfg.convert
     if not (wanted.source and wanted.dest):
         raise ValueError("set convert.source to a drafter folder and convert.dest to a new one")
-    target_config(cfg)  # its message says what to set
+    target_config(cfg)  # without a target it raises an error that says what to set
     verifier = wanted.verifier or str(cfg.target_path)
     shape = convert_folder(wanted.source, wanted.dest, wanted.format, cfg.target_path, verifier)
     return {

@@ -1,8 +1,8 @@
 """flywheel evaluate [FOLDER] [evaluate.baseline=FOLDER] [evaluate.regression=humaneval,FILE]
 
 Replay a drafter (and a baseline) on held-out conversations, greedy and sampled, and on regression
-sets: one acceptance/ row per request and K, <work>/evaluations/<drafter>.json with tau, intervals,
-slices and the comparison, and a report page.
+sets. Writes one row per request and K to acceptance/, a report page, and
+<work>/evaluations/<drafter>.json with tau, intervals, slices and the comparison.
 """
 
 from typing import Any
@@ -35,8 +35,9 @@ from store.files import save_json
 def run(cfg: Config) -> dict[str, Any]:
     """Evaluate `evaluate.drafter` (default: the newest) at every K; returns the summary.
 
-    Both sides read the features of their own taps. Raises ValueError without held-out samples, for
-    a drafter of another target and for features that were not harvested.
+    Each side is replayed on features of the target layers (taps) that it reads itself. Raises
+    ValueError without held-out samples, for a drafter of another target, and for features that were
+    not harvested.
     """
     folder = find_drafter(cfg, cfg.evaluate.drafter)
     identity = target_id(cfg.target_path)
@@ -49,7 +50,7 @@ def run(cfg: Config) -> dict[str, Any]:
     found, requests, taps = [], [], ()
     for side in sides:
         if side.taps != taps:
-            requests.clear()  # before the others come into memory
+            requests.clear()  # frees these features before the next ones are loaded
             requests, taps = features_of(cfg, side, rows), side.taps
         found.append(replay_all(side.drafter, borrowed, requests))
         commit_walks(cfg, identity, side.folder, side.drafter, rows, found[-1])

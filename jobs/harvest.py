@@ -2,9 +2,9 @@
 
 <work>/traffic -> <work>/features/<cache key>: one teacher-forced pass of the target over prompt +
 output of every sample that has no features yet. Each Ray actor holds one target and commits its own
-shards: token ids go to the actors, facts come back, features never travel through Ray. A sample
-that fails a check is kept with its reason in <work>/set_aside and not tried again, but by another
-backend or dtype where those may be to blame.
+shards. Token ids go to the actors and a summary comes back; features never travel through Ray. A
+sample that fails a check is recorded with the reason in <work>/set_aside. It is not tried again,
+except with another backend or dtype where the reason may lie in those.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ from jobs.harvesting.missing_features import harvest_missing, show
 def run(cfg: Config) -> dict[str, Any]:
     """Harvest every sample of traffic/ that has no features; returns the summary.
 
-    Samples that fail a check are set aside. Raises ValueError without traffic, and, after all else
-    is published, if the share of them is established above harvest.max_reject_rate.
+    Samples that fail a check are set aside. Raises ValueError without traffic, and if the share set
+    aside is significantly above harvest.max_reject_rate; all other features are published first.
     """
     done = harvest_missing(cfg)
     show(done)

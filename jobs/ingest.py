@@ -1,12 +1,12 @@
 """flywheel ingest [ingest.logs=PATH,...]
 
-Request logs -> <work>/traffic. One Ray task per log; what a log holds is committed under a name
-made from its content and the rules, so a rerun reads only logs that are new or have changed. A
-grown log replaces what its older state gave.
+Request logs -> <work>/traffic. One Ray task per log. The samples of a log are committed under a
+name made from its content and the rules, so a rerun reads only logs that are new or have changed.
+When a log has grown, its new samples replace those of its shorter version.
 
-Records that are damaged or cannot be trusted are rejected; nothing is published while their rate is
-established above ingest.max_reject_rate. Records that are readable but not for this drafter (an
-adapter's, one token, no consent ...) are counted and never stop anything. store/reasons.py has
+Records that are damaged or cannot be trusted are rejected. If their rate is significantly above
+ingest.max_reject_rate, nothing is published. Records that are readable but not for this drafter (an
+answer of an adapter, of one token, without consent ...) are only counted. store/reasons.py lists
 every reason.
 """
 
@@ -39,14 +39,15 @@ from store.log_files import find_logs
 from store.traffic_table import read_traffic
 
 SHOWN = 5
-"""Files in a message."""
+"""Most file names in one message."""
 
 
 def run(cfg: Config) -> dict[str, Any]:
     """Ingest every log of `ingest.logs`; returns the summary.
 
-    Raises ValueError for a path that is not there, a target folder that is none, logs without any
-    record, too many rejected records, several model names, or nothing that can be used.
+    Raises ValueError for a path that does not exist, for a target.path that is not a model folder,
+    for logs without any record, with too many rejected records or with several model names, and
+    when no record can be used.
     """
     logs, aside = find_logs(cfg.ingest.logs or [str(cfg.path("capture"))])
     rules = make_rules(cfg)
@@ -91,16 +92,16 @@ def run(cfg: Config) -> dict[str, Any]:
 
 
 def print_aside(aside: dict[Path, list[str]]) -> None:
-    """The files of each folder that are no logs by their names."""
+    """List the files of each folder whose names are not those of logs."""
     for folder, names in aside.items():
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-        console.print(f"left aside in {folder}: {len(names)} that are not named *.jsonl: {shown}")
+        console.print(f"ignored in {folder}: {len(names)} files not named as logs: {shown}")
 
 
 def show(
     samples: pa.Table, logs: int, counts: RecordCounts, published: int
 ) -> dict[str, dict[str, int]]:
-    """The table of samples by domain and split, which is returned, and a line about records."""
+    """Print samples by domain and split, and a line about records; returns {domain: {split: n}}."""
     slices = Counter(zip(samples["domain"].to_pylist(), samples["split"].to_pylist(), strict=True))
     domains = {
         domain: {split: slices[domain, split] for split in ("train", "val", "test")}

@@ -2,8 +2,8 @@
 
 Other ways to draft, on the same traffic: serve the target with vLLM once without speculation and
 once with each method, send the held-out prompts to all of them, and put tau, tokens per second,
-latency and text side by side. What cannot run here is listed with the reason. Kept in
-<work>/methods.
+latency and text side by side. A method that cannot run here is listed with the reason. The result
+is kept in <work>/methods.
 """
 
 from typing import Any
@@ -25,9 +25,9 @@ from store.files import read_json, save_json
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Compare `methods.names` with no speculation; returns (or finds again) the measurements.
+    """Compare `methods.names` with no speculation; returns the measurements, kept ones if any.
 
-    Raises ValueError without held-out samples, and for a model folder that is none.
+    Raises ValueError without held-out samples, and for a model folder without a model.
     """
     methods = [describe(cfg, name) for name in cfg.methods.names]
     rows = rows_with_rounds(cfg)
@@ -50,7 +50,7 @@ def run(cfg: Config) -> dict[str, Any]:
 
 
 def show(result: Row) -> None:
-    """The table: a line per method, or why there is none."""
+    """Print one line per method: what was measured, or why nothing was."""
     title = f"Methods on {result['requests']} held-out prompts, speed on {result['speed_domain']}"
     print_table(title, columns(result), lines(result))
     drafted = result["methods"][1:]

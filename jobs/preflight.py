@@ -1,9 +1,9 @@
 """flywheel preflight [FOLDER]
 
-Prove a drafter on the engine that will serve it, before promotion: its folder keeps the contract,
-vLLM drafts what our forward drafts on the same tokens, served acceptance is replayed acceptance. A
-row per check says what was found and what to do; where something differs, the likely cause is
-named. Kept in <work>/preflight; exits 1 if a check fails.
+Prove a drafter on the engine that will serve it, before promotion: its folder is what vLLM expects,
+vLLM drafts what our forward drafts on the same tokens, and served acceptance equals replayed
+acceptance. One row per check says what was found and what to do. Where something differs, the
+likely cause is named. The result is kept in <work>/preflight; exits 1 if a check fails.
 """
 
 from dataclasses import asdict
@@ -27,7 +27,7 @@ SHOWN_TIES = 10
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Check `preflight.drafter` (default: the newest); a pass under the same settings is reused.
+    """Check `preflight.drafter` (default: the newest). A pass under the same settings is reused.
 
     Raises ValueError for a folder without weights, or without held-out samples to serve.
     """
@@ -37,7 +37,7 @@ def run(cfg: Config) -> dict[str, Any]:
         return read_json(path, ["ok"]) | {"reused": True}
     checks, measured = check_folder(cfg, folder), {}
     if not none_fails(checks):
-        checks.append(Check("engine", "not started", "skip", "mend the folder first"))
+        checks.append(Check("engine", "not started", "skip", "repair the folder first"))
     else:
         more, measured = try_on_engine(cfg, folder)
         checks += more
@@ -60,7 +60,7 @@ def run(cfg: Config) -> dict[str, Any]:
 
 
 def show_near_ties(ties: list[dict[str, Any]]) -> None:
-    """The drafts that two correct computations can differ in."""
+    """Print the drafts that differ by rounding alone: two correct computations can do that."""
     columns = ["trace", "anchor", "slot", "ours", "theirs", "gap"]
     rows = [[tie[name] for name in columns] for tie in ties[:SHOWN_TIES]]
     print_table(f"Near ties ({len(ties)}; gap in our logits)", columns, rows)

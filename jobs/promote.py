@@ -1,8 +1,9 @@
 """flywheel promote [FOLDER]
 
-Make an evaluated drafter the champion: gate -> lease -> champion unchanged since the evaluation? ->
-`previous`, then `champion`, then a record in <work>/promotions. A drafter that is refused is a
-version with the alias `challenger` and a record that says why; the command then exits 1.
+Make an evaluated drafter the champion. Under a lease: compare it with the present champion (the
+gate), move the aliases `previous` and `champion`, and write a record to <work>/promotions. A
+refused drafter for this target is registered as `challenger`; its record says why it was refused,
+and the command exits 1.
 """
 
 from typing import Any
@@ -23,8 +24,8 @@ from jobs.registry.versions import CHALLENGER, CHAMPION, Registry, Version
 def run(cfg: Config) -> dict[str, Any]:
     """Promote `promote.drafter` (default: the newest) if the gate passes; returns the decision.
 
-    Raises ValueError for a folder that is no drafter, was not evaluated or has changed since, and
-    when another promotion holds the lease.
+    Raises ValueError for a folder that is not a drafter, was not evaluated or has changed since its
+    evaluation, and when another promotion holds the lease.
     """
     candidate = read_candidate(cfg)
     with lease(cfg):
@@ -53,10 +54,10 @@ def _decide(
     if not reasons:
         reasons = gate.refusals(cfg.promote, candidate.evaluation, champion)
         if champion is not None and not cfg.promote.new_shape:
-            # A champion of an older version has no word on options that were off for all.
+            # An older release of this package did not record some options; it had them off (0).
             known = dict.fromkeys(candidate.compat, 0) | champion.compat
-            # By its former id nobody knows the target's bytes; what the evaluation, which is not
-            # stale, replayed the champion on is known.
+            # The former id did not cover all bytes of the target. But the evaluation replayed this
+            # very champion, on the target that it names.
             if known["target_id"] == legacy_target_id(cfg.target_path):
                 known["target_id"] = candidate.evaluation["target_id"]
             shape = gate.mismatches(candidate.compat, known, "the champion")
@@ -69,7 +70,7 @@ def _decide(
 
 
 def _foreign(cfg: Config, candidate: Candidate) -> list[str]:
-    """Why a drafter is not for this target, field by field: no limit or switch changes that."""
+    """Why a drafter is not for this target, field by field. No setting can allow such a drafter."""
     target = target_config(cfg)
     ours = {
         "target_id": candidate.compat["target_id"],
@@ -82,7 +83,7 @@ def _foreign(cfg: Config, candidate: Candidate) -> list[str]:
 
 
 def _not_proven(cfg: Config, candidate: Candidate) -> list[str]:
-    """Why the engine that will serve is not known to draft what we replay."""
+    """Why it is not proven that the serving engine drafts what replay does; empty if it is."""
     if preflight_passed(cfg, candidate.folder):
         return []
     return [

@@ -1,8 +1,8 @@
 """flywheel rollback [rollback.reason="..."]
 
-Make an earlier champion the champion again: the latest one that still loads, is for the
-same target and was not rolled back itself. The version that is left behind is marked bad, so
-that no gate accepts it again.
+Make an earlier champion the champion again: the latest one that still loads, is for the same target
+and was not itself rolled back. The present champion is marked bad, so that no gate accepts it
+again.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ from store import promotions
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Roll back; returns which version went and which came.
+    """Roll back; returns the old and the new champion's version.
 
-    Raises ValueError when there is no champion, or no earlier one that can be used (with the reason
-    for each).
+    Raises ValueError when there is no champion, or no earlier one that can be used; the message has
+    the reason for each.
     """
     with lease(cfg):
         registry = Registry(cfg)
@@ -33,7 +33,8 @@ def run(cfg: Config) -> dict[str, Any]:
             )
         complete_history(cfg, champion)
         target, skipped = _earlier(cfg, registry, champion)
-        registry.mark_bad(champion, cfg.rollback.reason)  # first: interrupted, it stays refused
+        # Before the alias moves: if the rollback is interrupted, the version is refused already.
+        registry.mark_bad(champion, cfg.rollback.reason)
         evidence = {"skipped": skipped}
         move(cfg, registry, "rollback", champion, target, cfg.rollback.reason, evidence)
     console.print(f"rolled back: champion {champion.number} -> {target.number}")
@@ -48,7 +49,7 @@ def run(cfg: Config) -> dict[str, Any]:
 
 
 def _earlier(cfg: Config, registry: Registry, champion: Version) -> tuple[Version, list[str]]:
-    """The latest usable former champion, and why later ones were skipped."""
+    """The latest former champion that can be used, and why later ones cannot."""
     records = [r for r in promotions.read(cfg.path("promotions")) if r["action"] != "refuse"]
     numbers = dict.fromkeys(record["to_version"] for record in reversed(records))
     skipped = []
@@ -86,8 +87,8 @@ def _fault(cfg: Config, registry: Registry, version: Version, champion: Version)
 
 
 def _former_id(cfg: Config) -> str:
-    """What the target was called before its id covered all bytes; empty where there is no target,
-    which a rollback does not need.
+    """The id that the target had before ids covered all bytes of the weights. Empty where the
+    target folder is missing: a rollback does not need it.
     """
     try:
         return legacy_target_id(cfg.target_path)
@@ -96,8 +97,8 @@ def _former_id(cfg: Config) -> str:
 
 
 def _replaced(cfg: Config, version: Version) -> bool:
-    """Whether a champion's evaluation compared with this version on the target of today's id: what
-    its former id leaves open was measured.
+    """Whether a recorded evaluation replayed this version as baseline on the target with today's
+    id. Then it works on exactly these weights, although its own id does not cover all their bytes.
     """
     identity = target_id(cfg.target_path)
     found = [r["evidence"] or {} for r in promotions.read(cfg.path("promotions"))]

@@ -15,7 +15,7 @@ from serving.vllm_server import SERVED_NAME
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Serve until Ctrl-C or the end of vLLM; returns where and for how long."""
+    """Serve until Ctrl-C or until vLLM ends; returns the URL, K and the seconds it ran."""
     started = time.monotonic()
     with server(cfg) as running:
         by_batch = ", ".join(map(str, running.k))

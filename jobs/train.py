@@ -1,8 +1,8 @@
 """flywheel train [--plan] [train.steps=400] [train.base=FOLDER] [train.workers=2]
 
-Traffic + features -> <work>/drafters/<run name>, a folder that vLLM serves. Runs on Ray Train; the
-run's name is a hash of its data and settings, so the same command finds its result, and one that
-was interrupted is finished on the samples that it began with. The exported weights are those with
+Traffic + features -> <work>/drafters/<run name>, a folder that vLLM serves. Runs on Ray Train. The
+run's name is a hash of its data and settings, so the same command finds its result again. An
+interrupted run is finished on the samples that it began with. The exported weights are those with
 the best replayed tau on the val split. With --plan it says what it would do and stops.
 """
 
@@ -35,7 +35,7 @@ from jobs.training.states import forget_result, has_result, read_result, states_
 from store.shards import read_manifests
 
 CURVES = 5
-"""Domains with a line in the picture of a run: those with the most val requests."""
+"""Most domains with a line in the plot of a run: those with the most val requests."""
 SHOWN = ["name", "samples", "parameters", "best_val_tau", "best_step", "slots_per_second"]
 
 
@@ -47,11 +47,11 @@ def plan(cfg: Config) -> dict[str, Any]:
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Train (or resume, or find finished) the run of these settings and this data.
+    """Train the run of these settings and this data, resume it, or return its finished result.
 
     Raises ValueError without training samples, for a base drafter of another target shape, for
-    settings that need data which is not there, for a run that another process is training, and for
-    a loss that is not finite.
+    settings that need missing data, for a run that another process is training, and for a loss that
+    is not finite.
     """
     shape = run_shape(cfg)
     chosen = choose_run(cfg, shape)
@@ -85,7 +85,7 @@ def _load(folder: Path) -> Drafter:
 
 
 def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig) -> dict[str, Any]:
-    # What cannot succeed is found before Ray starts, which would try it again.
+    # Checked before Ray starts: Ray would retry a run that cannot succeed.
     pin, name = chosen.pin, chosen.name
     data, val = training_set(cfg, pin, shape.num_drafts), val_rows(cfg, pin)
     check_val(cfg, val)
@@ -102,7 +102,7 @@ def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig) -> dict[str, Any]:
         try:
             with cluster(cfg):
                 result = fit(cfg, name, shape, tracker.run_id)
-        except BaseException:  # Ctrl-C, too: the same command makes it run again
+        except BaseException:  # including Ctrl-C; the same command sets the run to RUNNING again
             with suppress(MlflowFault):
                 tracker.end("FAILED")
             raise
@@ -112,7 +112,7 @@ def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig) -> dict[str, Any]:
 
 
 def _trained(cfg: Config, chosen: Chosen) -> dict[str, Any]:
-    """What the run said when it was done; ends its MLflow run if the driver was killed before."""
+    """The metrics of a finished run; ends its MLflow run, if a killed driver left that open."""
     if tracker := Tracker.unfinished(cfg, chosen.name):
         _draw(tracker, val_rows(cfg, chosen.pin))
         tracker.end()
@@ -131,7 +131,7 @@ def _inputs(cfg: Config) -> dict[str, Any]:
 
 
 def _draw(tracker: Tracker, val: list[dict[str, Any]]) -> None:
-    """The curves of the whole run, resumed parts included, as a picture in MLflow."""
+    """Attach a plot of the whole run's curves, resumed parts included, to its MLflow run."""
     losses = tracker.curve("loss")
     domains = largest(Counter(row["domain"] for row in val), CURVES)
     taus = {name: tracker.curve(f"val_tau/{name}") for name in sorted(domains)}

@@ -1,10 +1,15 @@
 """flywheel verify
 
-The proof: serve the target with the champion, send the held-out prompts again, replay what it
-answers and put the acceptance that vLLM counted beside it; compare the greedy text with and without
-the drafter, judged by a plain server that reads its own answers once more; choose K from measured
-cost and acceptance; measure the speed-up. Results are kept in <work>/verified; exits 1 where a
-limit is exceeded.
+Prove the champion on a real server, in four parts:
+
+- serve the target with it on the held-out prompts, replay the answers, and compare with the
+  acceptance that vLLM counted,
+- compare the greedy text with and without the drafter; a server without a drafter is the judge, and
+  how it re-reads its own answers is the control,
+- choose K from measured cost and replayed acceptance,
+- measure the speed-up.
+
+Results are kept in <work>/verified; exits 1 if a limit is exceeded.
 """
 
 from pathlib import Path
@@ -35,10 +40,10 @@ from store.ids import drafter_version
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Verify the champion; returns (or finds again) the measurements.
+    """Verify the champion; returns the measurements, kept ones if they passed.
 
-    `ok` is false where a limit is exceeded, `faults` says which. Raises ValueError without a
-    champion or held-out samples, and where no server fits into memory.
+    `ok` is false if a limit is exceeded; `faults` says which. Raises ValueError without a champion
+    or held-out samples, and if no server fits into memory.
     """
     found = resolve(cfg, "champion")
     if found is None:
@@ -68,14 +73,14 @@ def run(cfg: Config) -> dict[str, Any]:
 
 
 def published(cfg: Config, result: dict[str, Any]) -> dict[str, Any]:
-    """The result with the drafter's page, written again with the served side."""
+    """Write the drafter's page again, now with the served side; adds its path to the result."""
     return result | {"report": str(publish(cfg, result["drafter_sha256"]))}
 
 
 def prove(
     cfg: Config, folder: Path, version: str, rows: list[Row], walks: dict[int, Walks]
 ) -> dict[str, Any]:
-    """Serve and measure; commit what was served; replay, decode, conclude."""
+    """Serve and measure, commit the served acceptance, replay and decode, and conclude."""
     domain = speed_domain(cfg, rows)
     taus = {k: tau(pick(rows, walk, domain)) for k, walk in walks.items()}
     have = require(cfg, folder, 1, "verify")
@@ -86,7 +91,7 @@ def prove(
     compared = compare_served(cfg, folder, rows, measured.answers, measured.k)
     if not compared.rounds:
         raise ValueError(f"{compared.unchecked}: hold out longer answers, or set evaluate.split")
-    # Behind the servers: what torch has held of a GPU, it keeps.
+    # After the servers have stopped: torch keeps GPU memory that it once allocated.
     reference = check_reference(cfg, folder, rows)
     return {
         **conclude(rows, measured, compared, reference),

@@ -2,8 +2,8 @@
 
 The whole loop once, on a laptop-sized CPU machine: traffic of a real vLLM server -> harvest ->
 training -> replay -> promotion -> serving with the drafter -> served beside replayed acceptance.
-Every step is a stage that also runs alone; a second run reuses what is valid, and an interrupted
-one continues. Ends with a table and <work>/summary.json.
+Every step is a stage that also runs alone. A second run reuses results that are still valid, and an
+interrupted run continues. Ends with a table and <work>/summary.json.
 """
 
 import time
@@ -37,7 +37,7 @@ DELIVER: list[Stage] = [("promote", promote.run), ("verify", verify.run)]
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Turn the loop once; returns what summary.json holds.
+    """Run the whole loop once; returns the content of summary.json.
 
     Raises ValueError when the gate refuses the drafter or a stage cannot do its work.
     """
@@ -121,7 +121,7 @@ def _summary(
 
 
 def _tau_first(cfg: Config, done: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The same held-out prompts with an untrained drafter: where the loop started."""
+    """Tau of an untrained drafter on the held-out prompts: where the loop started."""
     rows, requests = load_requests(cfg, cfg.evaluate.split)
     walks = untrained_walks(cfg, requests, done["verify"]["k"])
     return table(rows, walks, done["verify"]["k"])

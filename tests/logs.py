@@ -45,7 +45,9 @@ def parse(path, data, rules=RULES) -> list[Any]:
 
 
 def reason(path, data):
-    """Of the one outcome, of the class that the table gives it; only what is damaged is kept."""
+    """The reason of the only outcome. Also checks that its class is that of store/reasons.py, and
+    that only a damaged record is kept.
+    """
     (outcome,) = parse(path, data)
     damaged = REASONS[outcome.reason.partition(":")[0]].damaged
     assert isinstance(outcome, Reject if damaged else NotUsed), outcome

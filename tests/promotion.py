@@ -1,4 +1,4 @@
-"""Drafters with evaluations as `flywheel evaluate` writes them, for tests of what follows."""
+"""Drafters with evaluations as `flywheel evaluate` writes them, for tests of later stages."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The rules of the house: who may import whom, how long things may be, and what they are called."""
+"""The rules of this repository: who may import whom, how long things may be, how they are named."""
 
 import itertools
 import re
@@ -73,7 +73,7 @@ def test_importing_the_data_layer_needs_neither_torch_nor_ray():
 
 
 def test_no_two_modules_share_a_name_or_differ_by_a_letter():
-    """`import train` told a reader nothing; benchmarks are named after what they measure."""
+    """Several modules named `train` were hard to tell apart in imports."""
     places = defaultdict(list)
     for package in PACKAGES:
         for path in (ROOT / package).rglob("[!_]*.py"):

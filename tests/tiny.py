@@ -1,4 +1,4 @@
-"""A tiny random target on disk: real Transformers code, milliseconds a pass; a drafter for it."""
+"""A tiny random target on disk (real Transformers code, milliseconds per pass), and its drafter."""
 
 import itertools
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 0,
 }
 BFLOAT16 = 1e-2
-"""Each of a few roundings moves a number by up to 2**-9, and none of them adds up."""
+"""Largest relative difference in bfloat16: a few roundings, each of up to 2**-9."""
 ROUNDS = 0.98
-"""Of replayed rounds that are those decoded, in bfloat16 (measured: 0.9982 and 0.9992)."""
+"""Least share of replayed rounds that equal decoded ones in bfloat16 (measured: 0.9982, 0.9992)."""
 KINDS: dict[str, Any] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -46,8 +46,8 @@ KINDS: dict[str, Any] = {
 
 
 def check_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, **exact) -> None:
-    """Two ways to compute the same in `dtype`. float32: within `exact`, of assert_close. bfloat16:
-    the norm of the difference is at most BFLOAT16 of the whole.
+    """Check that two computations in `dtype` agree. In float32: within `exact`, the tolerances of
+    assert_close. In bfloat16: the norm of the difference is below BFLOAT16 times that of `wanted`.
     """
     if dtype == torch.float32:
         torch.testing.assert_close(found, wanted, **exact)
@@ -56,7 +56,7 @@ def check_close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, *
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Norm of the difference as a share of the norm."""
+    """Norm of the difference, relative to the norm of `wanted`."""
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
@@ -70,7 +70,7 @@ def served(
 ) -> tuple[Decoded, Request]:
     """An answer decoded with the drafter, and that answer harvested in one pass, to replay.
 
-    Not the answer decoded without it: in bfloat16 the two part at near ties.
+    The answer decoded without the drafter would not do: in bfloat16 they differ at near ties.
     """
     real = decode(target, prompt, length, ends, drafter, k)
     ids = [*prompt, *real.output_ids]
@@ -79,8 +79,8 @@ def served(
 
 
 def check_rounds(walks: list[list[int]], answers: Sequence[Decoded], target: Target) -> None:
-    """Replayed rounds are those decoded; in bfloat16, where features of one pass and of many differ
-    by rounding, nearly all of them.
+    """Check that replayed rounds equal the decoded ones. In bfloat16 only nearly all of them must:
+    there features of one pass and of many passes differ by rounding.
     """
     wanted = [answer.accepted for answer in answers]
     if target.dtype == torch.float32:
@@ -137,10 +137,10 @@ def greedy_answers(
 def learn(
     config: DrafterConfig, target: Target, requests: Sequence[Request], steps: int
 ) -> Drafter:
-    """A drafter that knows these answers by heart, after seconds: most of them after 70 steps.
+    """A drafter that has memorised these answers after seconds: most of them after 70 steps.
 
-    Its layers have unlike key norms from the start, as long training gives: a fault that mixes
-    them up shows.
+    The key norms of its layers differ from the start, as after long training. So a fault that
+    mixes them up has an effect.
     """
     drafter = new_drafter(config, seed=0)
     with torch.no_grad():

@@ -25,7 +25,7 @@ from dflash.training_step import StepLoss, generator, step_batch, step_indices, 
 
 
 class Trainer:
-    """Weights, optimizers, samples, and where the seconds of a step went."""
+    """Weights, optimizers, samples, and how many seconds each part of a step took."""
 
     def __init__(self, folder: Path, random_candidates: int):
         task = json.loads((folder / "task.json").read_text())
@@ -58,10 +58,10 @@ class Trainer:
         return run
 
     def step(self, index: int) -> dict[str, Any]:
-        """One optimizer step; its loss, supervised slots, seconds, and their split.
+        """Take one optimizer step; returns its loss, supervised slots, seconds, and their split.
 
-        `loss` is what step_loss does beside the drafter: candidates, logits, cross-entropy and
-        the gradient of the frozen head, which the forward already computes.
+        In the split, `loss` is the part of step_loss outside the drafter: candidates, logits,
+        cross-entropy, and the gradient through the frozen head, which is computed in the forward.
         """
         self.spent.clear()
         started = time.perf_counter()
@@ -85,13 +85,13 @@ class Trainer:
         )
 
     def loss(self, batch: Batch, index: int) -> StepLoss:
-        """Forward."""
+        """The forward pass and the loss."""
         draw = generator("candidates", self.cfg["seed"], index)
         borrowed, weigh = (self.embedding, self.head), partial(decay, gamma=self.cfg["gamma"])
         return step_loss(self.drafter, batch, *borrowed, self.candidates, draw, weigh)
 
     def update(self, index: int) -> None:
-        """Clip, schedule, step."""
+        """Clip the gradients, set the learning rate, and step."""
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.cfg["clip"])
         scale = lr_scale(index, self.cfg["steps"], self.cfg["warmup"])
         for optimizer in self.optimizers:
@@ -107,7 +107,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Load, say so, then obey."""
+    """Load everything, answer that it is ready, then execute commands."""
     lines = Lines()
     trainer = Trainer(Path(sys.argv[1]), int(sys.argv[2]))
     lines.answer()

@@ -38,7 +38,7 @@ def training_samples(cfg: Config) -> list[Sample]:
 def last_states(target: Target, samples: Sequence[Sample]) -> list[Tensor]:
     """The target's last hidden states before its final norm, [T, H] bfloat16 per sample.
 
-    The other trainer needs them beside the features: it recomputes its labels from them.
+    The other trainer needs them in addition to the features: it computes its labels from them.
     """
     found = []
     for start in tqdm(range(0, len(samples), TARGET_BATCH), desc="last states", unit="batch"):
@@ -56,7 +56,7 @@ def batch_of(cfg: Config, samples: Sequence[Sample], num_drafts: int, step: int)
 
 
 def gamma_of(cfg: Config) -> float:
-    """The decay of the slots' weights."""
+    """train.gamma, the decay of the slots' weights, or its default."""
     return cfg.train.gamma or default_gamma(drafter_config(cfg).block_size)
 
 
@@ -68,7 +68,7 @@ def write_task(
     states: Sequence[Tensor],
     steps: int,
 ) -> None:
-    """Write the folder. `seen`: the label ids of the whole training split (Candidates)."""
+    """Write the folder. `seen`: all label ids of the training split, for Candidates."""
     drafter = new_drafter(drafter_config(cfg), cfg.train.seed)
     save_drafter(drafter, folder / "start", torch.float32)
     tensors = {"seen": seen}
@@ -91,8 +91,8 @@ def write_task(
         "train": asdict(cfg.train) | {"steps": steps, "gamma": gamma_of(cfg)},
         "drafter": asdict(drafter.cfg),
         "plan": plan,
-        # Their row: room for a block behind the last anchor, and longer than its slots, because
-        # they then project only the rows of the slots, as they do at their default sizes.
+        # Tokens of their packed row. It has room for a block after the last anchor. It is also
+        # longer than its slots: then they project only the rows of slots, as at default sizes.
         "row": max(tokens + drafter.cfg.block_size, slots + 1),
     }
     (folder / "task.json").write_text(json.dumps(task))

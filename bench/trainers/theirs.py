@@ -5,11 +5,11 @@ environment of bench/trainers/requirements.txt. Everything from the flags to the
 theirs; what is replaced, and why:
 
 - local rank, device type, accelerator synchronisation: its command needs an accelerator,
-- the loader: collated batches of the task, each given out when the parent asks for a step,
-- the choice of anchors: those that our step takes,
+- the loader: it gives out a collated batch of the task when the parent asks for a step,
+- the choice of anchors: they are those of our step,
 - the start weights: ours,
-- in float32 runs, the dtype of torch.optim.Muon's iteration: bfloat16 there, emulated where this
-  bench computes in float32, which would be charged to their step.
+- in float32 runs, the dtype of torch.optim.Muon's iteration: it is bfloat16, which a CPU that
+  computes in float32 emulates, and their step would be slow for that reason.
 """
 # pyright: reportMissingImports=false
 
@@ -36,7 +36,7 @@ from bench.lines import Lines
 
 
 class Loader:
-    """Their train loader. A step lasts from giving out its batch to being asked for the next."""
+    """Their train loader. A step lasts from giving out its batch until the next is asked for."""
 
     batch_sampler = None
 
@@ -80,7 +80,7 @@ class Loader:
             )
 
     def batch(self, picks: list[tuple[int, list[int]]]) -> dict[str, Any]:
-        """One packed row, collated by them; remembers where its anchors are."""
+        """One packed row, collated by their code; keeps the positions of its anchors."""
         samples, anchors, offset = [], [], 0
         for i, chosen in picks:
             ids = self.tensors[f"ids.{i}"]
@@ -102,7 +102,7 @@ class Loader:
     def select_anchors(
         self, loss_mask: Tensor, num_anchors: int, block_size: int
     ) -> tuple[Tensor, Tensor]:
-        """In place of theirs: (positions, valid), each [num_anchors]."""
+        """Replaces their function: (positions int64, valid bool), each [num_anchors]."""
         positions = torch.zeros(num_anchors, dtype=torch.int64)
         positions[: len(self.anchors)] = self.anchors
         return positions, torch.arange(num_anchors) < len(self.anchors)
@@ -154,7 +154,7 @@ def base_flags(task: dict[str, Any], scratch: str) -> list[str]:
 
 
 def run_on_cpu(loader: Loader) -> None:
-    """Their trainer on a CPU, fed by `loader`."""
+    """Make their trainer run on a CPU, with batches from `loader`."""
 
     class Trainer(trainer.Trainer):
         def setup_trainer(self) -> None:
@@ -187,7 +187,7 @@ def run_on_cpu(loader: Loader) -> None:
 
 
 def float32_muon() -> None:
-    """torch.optim.Muon's own iteration, in float32."""
+    """Make torch.optim.Muon iterate in float32."""
     source = inspect.getsource(_muon._zeropower_via_newtonschulz)
     assert source.count("grad.bfloat16()") == 1
     exec(source.replace("grad.bfloat16()", "grad.float()"), _muon.__dict__)

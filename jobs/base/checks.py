@@ -9,7 +9,7 @@ from jobs.base.console import print_finding, print_table
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `fix` says what to do and is empty when all is well."""
+    """One finding. `fix` says what to do; it is empty if there is nothing to do."""
 
     name: str
     found: str
@@ -18,7 +18,7 @@ class Check:
 
 
 def print_checks(title: str, checks: Sequence[Check]) -> None:
-    """The table, and what to do about each row that is not fine."""
+    """Print the table, and after it what to do about each row that has a fix."""
     print_table(title, ["", "check", "found"], [[c.status, c.name, c.found] for c in checks])
     for check in checks:
         if check.fix:
@@ -26,5 +26,5 @@ def print_checks(title: str, checks: Sequence[Check]) -> None:
 
 
 def none_fails(checks: Sequence[Check]) -> bool:
-    """The verdict: what is skipped or only warned of fails nothing."""
+    """Whether no check failed. Skipped checks and warnings are no failures."""
     return all(check.status != "fail" for check in checks)

@@ -50,7 +50,7 @@ POSITIONAL = {
 }
 # Stages with `plan(cfg)`: what `run` would do, for --plan.
 PLANNED = ("train",)
-# Import name -> what to install, for the one message that a missing extra deserves.
+# Import name -> the extra that installs it, for the message about a missing package.
 EXTRAS = {
     "ray": "ray",
     "mlflow": "ray",
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_as_module(stage: str) -> NoReturn:
     """`python -m jobs.<stage> ...` = `flywheel <stage> ...`.
 
-    The stage is imported anew under its real name: what Ray pickles must not live in __main__.
+    The stage is imported again under its real name: what Ray pickles must not belong to __main__.
     """
     raise SystemExit(main([stage, *sys.argv[1:]]))
 
@@ -102,11 +102,11 @@ def _run(stage: str, cfg: Config, function: str) -> int:
 
 
 def _print(text: str, end: str = "\n") -> None:
-    """To stdout. A reader that has closed it (`flywheel config | head`) has all it wanted."""
+    """Print to stdout. A reader may have closed it (`flywheel config | head`): that is no error."""
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
-        # What is still buffered goes nowhere, or Python complains when it ends.
+        # Discard what is still buffered; otherwise Python reports an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -12,7 +12,7 @@ from jobs.base.config import Config
 
 @contextmanager
 def cluster(cfg: Config) -> Iterator[None]:
-    """Connect to Ray; leave it as it was found (a session that was there already stays).
+    """Connect to Ray for the block. An existing session is used and stays open afterwards.
 
     A local cluster has no dashboard and ends with the block. Raises ConnectionError (an OSError)
     when `ray.address` names a cluster that does not answer.
@@ -40,8 +40,8 @@ def cluster(cfg: Config) -> Iterator[None]:
 
 
 def cpus_each(nodes: Sequence[Mapping[str, Any]], workers: int, gpus: int = 0) -> int:
-    """The most CPUs that each of `workers` can have on one of these nodes (`ray.nodes()`), with so
-    many GPUs; 0: they do not fit, and Ray would wait for ever.
+    """The most CPUs that each of `workers` can have, with `gpus` GPUs each, so that all workers fit
+    on these nodes (`ray.nodes()`). 0 if they do not fit: Ray would wait for ever.
 
     Example: four nodes of 4 CPUs give two workers 4, not 8.
     """

@@ -20,16 +20,16 @@ MOST_ROWS = 200
 
 
 class PlainConsole(Console):
-    """A console that prints every str as it is, but for what would act on the terminal."""
+    """A console that prints a str as it is, except for characters that act on the terminal."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich's; a str is shown by `visible`, its lines and `style=` are kept."""
+        """As rich's `print`, but a str goes through `visible`; line ends and `style=` are kept."""
         plain = [Text(visible(o, lines=True)) if isinstance(o, str) else o for o in objects]
         super().print(*plain, **options)
 
 
 def _width() -> int | None:
-    """A log file has no width: wide enough that tables do not fold."""
+    """None (the terminal's own), or for a log file a width at which table cells do not wrap."""
     return None if sys.stderr is not None and sys.stderr.isatty() else 140
 
 
@@ -37,11 +37,11 @@ console = PlainConsole(stderr=True, highlight=False, markup=False, emoji=False, 
 
 
 def visible(text: str, longest: int | None = None, lines: bool = False) -> str:
-    """`text` with control, direction and other characters that do not print as escapes; blanks
-    alone get quotes.
+    """`text` with escapes for characters that do not print, such as control characters and those
+    that change the text direction. A text of blanks alone gets quotes.
 
-    `lines` keeps line ends. What is longer than `longest` ends in dots and a hash of the whole, so
-    that two such texts differ.
+    `lines` keeps line ends. A text longer than `longest` is cut and ends in dots and a hash of the
+    whole, so that two long texts stay different.
     """
     shown = "".join(
         c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode()
@@ -60,7 +60,7 @@ def short_name(text: str) -> str:
 
 
 def some_names(names: Iterable[str]) -> str:
-    """The first ten in order, by commas, and how many more there are."""
+    """The first ten names in order, separated by commas, and how many more there are."""
     ordered = sorted(set(names))
     text = ", ".join(map(short_name, ordered[:10]))
     return f"{text} and {len(ordered) - 10} more" if len(ordered) > 10 else text
@@ -74,7 +74,7 @@ def print_table(
 ) -> None:
     """A table on stderr; floats get four significant digits, None a dash, numbers align right.
 
-    Behind `most` rows a line says how many more there are.
+    After `most` rows a line says how many more there are.
     """
     rows = [list(row) for row in rows]
     table = Table(title=_text(title), title_justify="left", title_style="bold")

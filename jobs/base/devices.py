@@ -51,6 +51,6 @@ def require_fit(cfg: Config, stage: str) -> None:
     """Raise ValueError unless this process can hold the target itself, in its compute dtype."""
     if why := unfit(cfg, compute_dtype(cfg)):
         raise ValueError(
-            f"{stage} reads what was served with the target itself, in this process: {why}; stop "
-            "other programs, or set target.device=cpu or target.dtype=bfloat16"
+            f"{stage} runs the target in this process, to compare it with what was served: {why}; "
+            "stop other programs, or set target.device=cpu or target.dtype=bfloat16"
         )

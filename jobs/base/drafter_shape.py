@@ -11,7 +11,7 @@ from jobs.base.target_facts import target_config, target_taps, target_tokenizer
 
 
 def target_fields(cfg: Config) -> dict[str, Any]:
-    """Fields of DrafterConfig in which every drafter of this target and these features agrees."""
+    """Fields of DrafterConfig that are the same for every drafter of this target and these taps."""
     target = target_config(cfg)
     return {
         "hidden_size": target["hidden_size"],
@@ -28,7 +28,9 @@ def misfits(cfg: Config, shape: DrafterConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def drafter_config(cfg: Config) -> DrafterConfig:
-    """A new drafter: the target's widths, plain RoPE of the target's base, our depth and block."""
+    """The shape of a new drafter: the target's widths, plain RoPE with the target's base frequency,
+    depth and block size from the `drafter` section.
+    """
     target = target_config(cfg)
     rope = target.get("rope_parameters") or target
     heads, reduced = target["num_attention_heads"], cfg.drafter.draft_vocab
@@ -50,7 +52,7 @@ def drafter_config(cfg: Config) -> DrafterConfig:
 
 
 def export_dtype(cfg: Config) -> torch.dtype:
-    """In which weights are exported: that of train.base, bfloat16 for a new drafter."""
+    """The dtype of exported weights: that of train.base, or bfloat16 for a new drafter."""
     return stored_dtype(cfg.train.base) if cfg.train.base else torch.bfloat16
 
 
@@ -69,8 +71,8 @@ def taken_tokens(tokenizer: Any) -> dict[int, str]:
 def mask_token(cfg: Config, vocab_size: int) -> int:
     """drafter.mask_token_id, or the highest special token that text and template never use.
 
-    Raises ValueError when no such token exists: falling back to pad or eos would make the mask
-    mean something else to the target's embedding.
+    Raises ValueError when no such token exists. Pad or eos would be no substitute: their embedding
+    already has a meaning.
     """
     if cfg.drafter.mask_token_id >= 0:
         return cfg.drafter.mask_token_id

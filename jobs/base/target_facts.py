@@ -1,4 +1,4 @@
-"""What follows from the target's folder: its config, taps, tokenizer and ends of text."""
+"""What follows from the target's folder: its config, taps, tokenizer and end-of-text ids."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ TOKENIZERS = ("tokenizer*", "vocab.*", "*.tiktoken", "tekken.json")
 
 
 def target_config(cfg: Config) -> dict[str, Any]:
-    """The target's config.json. ValueErrors of dflash.target_model.read_target_config."""
+    """The target's config.json. Raises ValueError as dflash.target_model.read_target_config."""
     return read_target_config(cfg.target_path)
 
 
@@ -40,11 +40,12 @@ def target_tokenizer(cfg: Config) -> Any | None:
 
 
 def end_tokens(cfg: Config) -> list[int]:
-    """The ids that end a text, ascending: the union of what config.json, generation_config.json and
-    the tokenizer name.
+    """The token ids that end a text, ascending: the union of those in config.json, in
+    generation_config.json and of the tokenizer.
 
-    vLLM 0.32 ends at the tokenizer's and at those of generation_config.json, and reads config.json
-    where that is absent. Raises ValueError if none names one, and for an id that is no number.
+    vLLM 0.32 stops at the tokenizer's id and at those of generation_config.json; without that file
+    it reads config.json. Raises ValueError if none of them names an id, and for an id that is not a
+    number.
     """
     folder, found = cfg.target_path, set()
     for name in ("config.json", "generation_config.json"):

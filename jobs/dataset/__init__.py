@@ -1,3 +1,4 @@
-"""What stages read of the work folder: samples with their features, questions to DuckDB, rows of
-acceptance, and the slices that people look at. Every other room may import it; it imports `base`.
+"""What stages read from the work folder: samples with their features, SQL questions answered by
+DuckDB, acceptance rows, and slices of the traffic. Every other room may import it; it imports
+`base`.
 """

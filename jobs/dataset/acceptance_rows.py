@@ -1,4 +1,4 @@
-"""Rows of acceptance/: made of walks, published, and read again."""
+"""Rows of acceptance/: made from walks (accepted drafts per round), published, and read again."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,7 +34,7 @@ def commit_walks(
     rows: list[Row],
     walks: dict[int, Walks],
 ) -> None:
-    """The walks as acceptance rows of origin replay."""
+    """Publish walks (K -> accepted drafts per round of each row) as rows of origin replay."""
     version = drafter_version(drafter_sha256(folder))
     now = datetime.now(UTC)
     found = [
@@ -56,7 +56,7 @@ def acceptance_row(
     identity: str,
     now: datetime,
 ) -> Row:
-    """One ACCEPTANCE row of a traffic row."""
+    """The ACCEPTANCE row of a traffic row; `accepted`: drafts accepted in each round."""
     return {
         "request_id": f"{origin}-{row['sample_id']}",
         "sample_id": row["sample_id"],
@@ -79,14 +79,15 @@ def acceptance_row(
 
 
 def commit_rows(cfg: Config, rows: list[Row], inputs: dict[str, Any]) -> None:
-    """Publish acceptance rows in place of those with the same inputs; equal ones are kept."""
+    """Publish acceptance rows in place of those with the same `inputs`, unless they are equal."""
     folder = cfg.path("acceptance")
     content = short_hash([[r["request_id"], r["target_id"], r["k"], r["accepted"]] for r in rows])
     live = [m for m in read_manifests(folder) if m["inputs"] == inputs]
     if [m["detail"].get("content") for m in live] == [content]:
         return
     replaces = sorted(m["key"] for m in live)
-    # Going back to former rows must not meet the manifest that was replaced: hence another key.
+    # Rows equal to former ones must not get the key of their manifest, which was replaced. So the
+    # key also covers what is replaced now.
     key = short_hash([inputs, content, replaces])
     path = folder / f"{key}.parquet"
     table = pa.Table.from_pylist(rows, schema=ACCEPTANCE)
@@ -95,7 +96,7 @@ def commit_rows(cfg: Config, rows: list[Row], inputs: dict[str, Any]) -> None:
 
 
 def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> tuple[list[Row], dict[int, Walks]]:
-    """The rows that `flywheel evaluate` replayed with this drafter, and their walks for every K.
+    """Those of `rows` that `flywheel evaluate` replayed with this drafter; their walks at every K.
 
     Raises ValueError if there is none.
     """
@@ -113,7 +114,7 @@ def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> tuple[list[Row], dic
 def commit_served(
     cfg: Config, folder: Path, rows: list[Row], answers: list[Completion], replica: str
 ) -> None:
-    """The answers of a server with this drafter as acceptance rows of origin served."""
+    """Publish the answers of a server with this drafter as acceptance rows of origin served."""
     version, identity = drafter_version(drafter_sha256(folder)), target_id(cfg.target_path)
     block_size = read_config(folder).block_size
     found = [

@@ -1,4 +1,4 @@
-"""Questions over the work folder, answered by DuckDB: views of what manifests publish, macros."""
+"""Questions over the work folder, answered by DuckDB: views of the published files, and macros."""
 
 import glob
 from itertools import takewhile
@@ -27,7 +27,10 @@ DATASETS = {
 
 
 def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
-    """The result of `query` over the work folder. Raises ValueError starting with `name`."""
+    """The result of `query` over the work folder.
+
+    Raises ValueError, beginning with `name`, for SQL that DuckDB refuses or that returns no table.
+    """
     with connect(cfg, with_traffic="traffic" in query.lower()) as connection:
         try:
             found = connection.sql(query)
@@ -41,8 +44,8 @@ def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
 def connect(cfg: Config, with_traffic: bool) -> duckdb.DuckDBPyConnection:
     """An in-memory DuckDB with the views and macros over the published files of the work folder.
 
-    Traffic is read and merged by store.traffic_table, which takes time: only where a query names
-    it.
+    Traffic is read and merged by store.traffic_table. That takes time, so without `with_traffic`
+    its view is empty.
     """
     connection = duckdb.connect()
     for view, (folder, schema) in DATASETS.items():
@@ -55,7 +58,7 @@ def connect(cfg: Config, with_traffic: bool) -> duckdb.DuckDBPyConnection:
             connection.register(view, schema.empty_table())  # a glob over nothing is an error
     traffic = read_traffic(cfg.path("traffic")) if with_traffic else TRAFFIC.empty_table()
     connection.register("traffic_rows", traffic)
-    aside = read_dataset(cfg.path("set_aside"), SET_ASIDE)  # with the columns of today
+    aside = read_dataset(cfg.path("set_aside"), SET_ASIDE)  # adds columns that older files lack
     connection.register("set_aside_rows", aside)
     connection.register("promotion_rows", promotions.read_table(cfg.path("promotions")))
     connection.execute((FOLDER / SOURCES).read_text())
@@ -68,7 +71,7 @@ def questions() -> list[str]:
 
 
 def find_question(name: str) -> Path:
-    """The file of a question: a name from sql/ or a path."""
+    """The file of a question: a name from sql/ or a path. Raises ValueError if there is none."""
     own = FOLDER / f"{name.removesuffix('.sql')}.sql"
     for path in (Path(name), own):
         if path.is_file():

@@ -25,9 +25,9 @@ FEATURE_DTYPE = "bfloat16"
 
 
 def captured_top_k(cfg: Config) -> int:
-    """How many log-probabilities a position training reads: 0 for train.loss=ce.
+    """How many log-probabilities per position training reads: 0 for train.loss=ce.
 
-    Raises ValueError if train.loss needs them and none are harvested.
+    Raises ValueError if train.loss needs them and harvest.top_k is 0.
     """
     if cfg.train.loss == "ce":
         return 0
@@ -41,8 +41,10 @@ def captured_top_k(cfg: Config) -> int:
 
 
 def captured(cfg: Config) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Ids and log-probabilities of the target's likeliest tokens by sample id, if train.loss needs
-    them; of the samples that are harvested. Raises ValueError as `with_features`.
+    """{sample id: (token ids int32 [n_output, top_k], log-probabilities float16 of that shape)} of
+    the target's most likely tokens, for all harvested samples; {} if train.loss does not need them.
+
+    Raises ValueError as `captured_top_k`, and for features that are not those of this target.
     """
     top_k = captured_top_k(cfg)
     if not top_k:
@@ -74,9 +76,10 @@ def make_request(row: dict, features: torch.Tensor) -> Request:
 def load_requests(
     cfg: Config, split: str, sampled: bool = False, taps: Sequence[int] = ()
 ) -> tuple[list[dict], list[Request]]:
-    """Rows of a split with their requests, in sample_id order: greedy ones, or `sampled`, all.
+    """Rows of a split with their requests, in sample_id order: only greedy ones, or all if
+    `sampled`.
 
-    taps: those whose features are read; the configured ones if empty.
+    taps: the target layers whose features are read; the configured ones if empty.
     """
     rows = load_rows(cfg, split, sampled, taps)
     return rows, with_features(cfg, rows, taps)
@@ -85,8 +88,8 @@ def load_requests(
 def load_rows(
     cfg: Config, split: str, sampled: bool = False, taps: Sequence[int] = ()
 ) -> list[dict]:
-    """TRAFFIC rows of a split in sample_id order, without those set aside under these taps: greedy
-    ones, or `sampled`, all.
+    """TRAFFIC rows of a split in sample_id order, without those set aside under these taps: only
+    greedy ones, or all if `sampled`.
     """
     aside = set_aside(cfg, taps)
     rows = read_traffic(cfg.path("traffic"), target_id(cfg.target_path), split).to_pylist()
@@ -98,9 +101,8 @@ def load_rows(
 
 
 def rows_with_rounds(cfg: Config, taps: Sequence[int] = ()) -> list[dict]:
-    """Greedy held-out rows (evaluate.split) of more than one token, to ask a server for again.
-
-    Raises ValueError if there is none.
+    """Greedy held-out rows (evaluate.split) whose answer has more than one token, so that it has a
+    round. They can be sent to a server again. Raises ValueError if there is none.
     """
     rows = load_rows(cfg, cfg.evaluate.split, taps=taps)
     rows = [row for row in rows if len(row["output_ids"]) > 1]
@@ -113,8 +115,8 @@ def rows_with_rounds(cfg: Config, taps: Sequence[int] = ()) -> list[dict]:
 def with_features(cfg: Config, rows: list[dict], taps: Sequence[int] = ()) -> list[Request]:
     """TRAFFIC rows as requests to replay.
 
-    Raises ValueError for rows that were not harvested, and for features that are not what was
-    written for these token ids.
+    Raises ValueError for rows that were not harvested, and for features that are damaged or were
+    made from other token ids.
     """
     identity = target_id(cfg.target_path)
     taps, hidden = list(taps or target_taps(cfg)), target_config(cfg)["hidden_size"]
@@ -131,14 +133,14 @@ def with_features(cfg: Config, rows: list[dict], taps: Sequence[int] = ()) -> li
 
 
 def set_aside(cfg: Config, taps: Sequence[int] = ()) -> set[str]:
-    """Ids of the samples that harvest set aside under these taps: nothing learns from them."""
+    """Ids of the samples that harvest set aside under these taps: training does not use them."""
     folder = features_folder(cfg, target_id(cfg.target_path), taps)
     return set(read_set_aside(cfg.path("set_aside"), folder.name))
 
 
 def features_folder(cfg: Config, identity: str, taps: Sequence[int] = ()) -> Path:
-    """The cache folder of this target, these taps (default: the configured ones), this layout,
-    this harvest.top_k.
+    """The folder of the feature cache for this target, these taps (default: the configured ones),
+    this dtype and this harvest.top_k.
     """
     key = cache_key(identity, list(taps or target_taps(cfg)), FEATURE_DTYPE, cfg.harvest.top_k)
     return cfg.path("features", key)
@@ -147,7 +149,7 @@ def features_folder(cfg: Config, identity: str, taps: Sequence[int] = ()) -> Pat
 def none_of_target(cfg: Config, what: str, fix: str) -> ValueError:
     """The error of a stage that finds no `what` ("test sample", say) of this target in traffic/.
 
-    Rows that an earlier version named by this folder's former identity are said to be just that.
+    If traffic/ has rows under the id that an older release gave this target, the message says so.
     """
     identity, folder = target_id(cfg.target_path), cfg.path("traffic")
     former = legacy_target_id(cfg.target_path)

@@ -1,7 +1,8 @@
-"""Parts of the traffic that are looked at apart: by domain, language, length, place, settings.
+"""Slices of the traffic that are measured separately: by domain, language, prompt length, place in
+the answer, and request settings.
 
-Clients choose domains and languages, so there may be any number of them: all are computed and
-kept, `largest` says which ones a table, a picture or a log shows.
+Clients choose domains and languages, so there may be any number of them. All are computed and kept;
+`largest` says which ones a table, a plot or a log shows.
 """
 
 import re
@@ -14,7 +15,7 @@ from jobs.base.console import short_name
 
 Row = dict[str, Any]
 Walks = list[list[int]]
-"""Per request the accepted drafts of each round, as in dflash.acceptance."""
+"""For each request, the number of accepted drafts in each round, as in dflash.acceptance."""
 
 LENGTHS = (128, 512, 2048, 8192)
 PLACES = (32, 128, 512)
@@ -22,14 +23,15 @@ TEMPERATURES = (0.0, 0.5, 1.0)
 SHOWN = 30
 """Slices of one dimension that are shown to people."""
 BUCKET = re.compile(r"(\d+(?:\.\d+)?)(?:\.\.(?:\d+(?:\.\d+)?)?)?", re.ASCII)
-"""As `_bucket` and `_heat` write them."""
+"""Names of buckets, as `_bucket` and `_heat` write them."""
 
 
 def slices(rows: Sequence[Row], accepted: Walks) -> dict[str, dict[str, Walks]]:
     """{dimension: {slice: walks}}: the walks of all requests, empty where a request is outside.
 
     A dimension in which all rounds fall into one slice says nothing and is left out, except the
-    domain. By place, a request is cut: a round belongs where its anchor stands in the answer.
+    domain. Slices by place divide a request: a round belongs to the place of its anchor in the
+    answer.
     """
     found = {
         "domain": _by_request([row["domain"] for row in rows], accepted),
@@ -56,13 +58,13 @@ def taus_by_slice(rows: Sequence[Row], walks: Mapping[int, Walks]) -> dict[str, 
 
 
 def largest(sizes: Mapping[str, float], most: int = SHOWN) -> list[str]:
-    """The `most` largest names of {name: size}, in the order they have there."""
+    """The names of the `most` largest of {name: size}, in the order of the mapping."""
     kept = set(sorted(sizes, key=lambda name: -sizes[name])[:most])
     return [name for name in sizes if name in kept]
 
 
 def largest_rows(counts: Mapping[str, Sequence[int]]) -> list[list[Any]]:
-    """Table rows [name, *counts] of the largest names; the last one sums up all others."""
+    """Table rows [name, *counts] of the largest names, and one last row that sums up all others."""
     kept = largest({name: sum(numbers) for name, numbers in counts.items()})
     rows: list[list[Any]] = [[short_name(name), *counts[name]] for name in kept]
     others = [numbers for name, numbers in counts.items() if name not in kept]
@@ -93,7 +95,7 @@ def _by_place(accepted: Walks) -> dict[str, Walks]:
 
 
 def _bucket(value: int, bounds: Sequence[int]) -> str:
-    """130 within (128, 512) -> "129..512"."""
+    """The bucket of a value from 1 on: 130 with bounds (128, 512) -> "129..512"."""
     low = 1
     for bound in bounds:
         if value <= bound:
@@ -103,7 +105,7 @@ def _bucket(value: int, bounds: Sequence[int]) -> str:
 
 
 def _heat(temperature: float | None) -> str:
-    """0, a bucket that includes its upper end, or unknown (the log did not say)."""
+    """The bucket of a temperature: 0, or one that includes its upper end; unknown for None."""
     if temperature is None:
         return "unknown"
     if temperature == 0:
@@ -121,12 +123,12 @@ def _flag(value: bool | None) -> str:
 
 
 def _shaped(names: str | None) -> str:
-    """What shaped an answer beside its temperature: nothing, names, or the log does not say."""
+    """Settings besides temperature that shaped an answer; "plain" for none, "unknown" for None."""
     return "unknown" if names is None else names or "plain"
 
 
 def _ordered(names: Iterable[str]) -> list[str]:
-    """Buckets by their lower end, everything else by name behind them."""
+    """Buckets by their lower end, then all other names in order."""
 
     def place(name: str) -> tuple[float, str]:
         bucket = BUCKET.fullmatch(name)
@@ -141,5 +143,5 @@ def domains(rows: list[Row]) -> list[str]:
 
 
 def pick(rows: list[Row], accepted: list[list[int]], domain: str) -> list[list[int]]:
-    """The requests of one domain."""
+    """The walks of the requests of one domain."""
     return [a for row, a in zip(rows, accepted, strict=True) if row["domain"] == domain]

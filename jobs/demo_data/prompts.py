@@ -1,4 +1,4 @@
-"""Simulated clients of the demo: seeded prompts of two domains, written as templates.
+"""Simulated clients of the demo: seeded prompts of two domains, made from templates.
 
 `tickets` is narrow (support tickets to JSON: the kind of traffic a domain drafter is made for);
 `general` is broad (many small tasks). The answers are always the target's own.

@@ -1,4 +1,4 @@
-"""The drafters of a comparison, loaded where this process computes, and what they read."""
+"""The drafters of a comparison, loaded on the device of this process, and what they read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Borrowed = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """A drafter of the comparison."""
+    """One of the drafters that are compared."""
 
     folder: Path
     drafter: Drafter
@@ -37,12 +37,12 @@ class Side:
 
     @property
     def k(self) -> int:
-        """Drafts per round: all that its block holds."""
+        """Drafts per round: as many as its block holds."""
         return self.drafter.cfg.num_drafts
 
 
 def baseline_side(cfg: Config, folder: Path, borrowed: Borrowed) -> Side | None:
-    """evaluate.baseline, else the champion, if that is another drafter than `folder`."""
+    """evaluate.baseline, else the champion; None if `folder` is the champion, or there is none."""
     version, base = None, Path(cfg.evaluate.baseline) if cfg.evaluate.baseline else None
     if base is None:
         champion = resolve(cfg, "champion")
@@ -54,7 +54,7 @@ def baseline_side(cfg: Config, folder: Path, borrowed: Borrowed) -> Side | None:
 
 
 def check_shape(cfg: Config, folder: Path) -> None:
-    """Raise ValueError unless the drafter is for a target of this shape, whatever its taps."""
+    """Raise ValueError unless the drafter fits the shape of this target; its taps may be any."""
     for name, (has, needed) in misfits(cfg, read_config(folder)).items():
         if name != "target_layer_ids":
             raise ValueError(
@@ -64,19 +64,21 @@ def check_shape(cfg: Config, folder: Path) -> None:
 
 
 def load_on(cfg: Config) -> Borrowed:
-    """What drafters borrow, in the dtype and on the device of this process."""
+    """The target's embedding and head, in the dtype and on the device of this process."""
     embedding, head = load_borrowed(cfg.target_path, compute_dtype(cfg))
     embedding_there = embedding.to(compute_device(cfg))
     return embedding_there, embedding_there if head is embedding else head.to(compute_device(cfg))
 
 
 def drafter_on(folder: Path, borrowed: Borrowed) -> Drafter:
-    """A drafter in the dtype and on the device of what it borrows."""
+    """A drafter in the dtype and on the device of the embedding and head that it borrows."""
     return load_drafter(folder, borrowed[0].dtype).to(borrowed[0].device)
 
 
 def held_out(cfg: Config, sides: Sequence[Side]) -> list[Row]:
-    """Rows of the split, greedy and sampled, that no side's harvest set aside: pairs only."""
+    """Rows of evaluate.split, greedy and sampled, that are set aside under no side's taps: a gain
+    is measured on pairs. Raises ValueError if none of them has a round.
+    """
     aside = set().union(*(set_aside(cfg, side.taps) for side in sides))
     rows = [
         row
@@ -90,7 +92,7 @@ def held_out(cfg: Config, sides: Sequence[Side]) -> list[Row]:
 
 
 def features_of(cfg: Config, side: Side, rows: list[Row]) -> list[Request]:
-    """Requests with the features of a side's taps. Raises ValueError saying how to get them."""
+    """Requests with the features of a side's taps. Raises ValueError that says how to get them."""
     try:
         return with_features(cfg, rows, side.taps)
     except ValueError as error:
@@ -105,7 +107,7 @@ def features_of(cfg: Config, side: Side, rows: list[Row]) -> list[Request]:
 
 
 def find_drafter(cfg: Config, named: str) -> Path:
-    """The drafter folder `named`, else the newest below <work>/drafters."""
+    """The drafter folder `named`, else the newest in <work>/drafters; ValueError without one."""
     if named:
         return Path(named)
     found = [p.parent for p in cfg.path("drafters").glob("[!.]*/config.json")]

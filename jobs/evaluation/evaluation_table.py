@@ -1,4 +1,4 @@
-"""What `flywheel evaluate` shows: tau by slice and by K, gains, and what to be wary of."""
+"""What `flywheel evaluate` shows: tau by slice and by K, gains, and warnings."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from jobs.base.console import console, print_table, short_name
 from jobs.dataset.slices import largest
 
 ENOUGH = 0.98
-"""Share of the answers' tokens that a draft vocabulary should hold."""
+"""Share of the answers' tokens that should be in the draft vocabulary; below it, a warning."""
 
 
 def show(evaluation: dict[str, Any]) -> None:
-    """The tables and warnings of one evaluation."""
+    """Print the tables and warnings of one evaluation."""
     measured = evaluation["tau"]
     lines = [
         ["pooled", measured["pooled"], _words(measured["ci"])],
@@ -40,7 +40,7 @@ def show(evaluation: dict[str, Any]) -> None:
         )
     alpha = evaluation["alpha"]
     print_table(
-        f"By K, and what one acceptance chance of {alpha['fit']:.3f} would give",
+        f"Tau by K, and a model with one acceptance chance, {alpha['fit']:.3f}, for every draft",
         ["K", "tau", "model", "misfit"],
         [[k, t, alpha["tau"][k], alpha["misfit"][k]] for k, t in evaluation["tau_by_k"].items()],
     )
@@ -57,7 +57,7 @@ def _print_gain(name: str, baseline: dict[str, Any]) -> None:
     console.print(
         f"gain over {baseline['drafter']}, {name}: {baseline['delta']:+.3f} "
         f"({_words(baseline['delta_ci'])}) on {baseline['conversations']} conversations; "
-        f"conversations that a gain of so much needs: {needed or 'unknown'}"
+        f"conversations needed to detect a gain, by its size: {needed or 'unknown'}"
     )
 
 

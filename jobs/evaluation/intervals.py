@@ -1,10 +1,11 @@
-"""How sure a tau or a difference is: a studentized bootstrap over conversations.
+"""Confidence intervals of tau and of differences: a studentized bootstrap over conversations.
 
-Requests of one conversation resemble one another, so conversations are what is drawn. Percentiles
-of the drawn values are too narrow with few conversations (88 % instead of 95 % at 20); dividing
-each draw by its own standard error repairs that (docs/decisions/019). Near a limit of the scale
-draws have no error of their own and failures are too rare to be seen: there, and wherever the
-bootstrap has no end, one unseen conversation at the limit stands for them (docs/decisions/034).
+Requests of one conversation resemble one another, so whole conversations are resampled. Plain
+percentiles of the resampled values are too narrow with few conversations: at 20 they cover 88 %
+instead of 95 %. Dividing each draw by its own standard error repairs that (docs/decisions/019).
+Near a limit of the scale (tau 1 or K + 1) the bootstrap fails: the rare outcomes may not have been
+seen at all, and many draws have a standard error of 0. There, and wherever the bootstrap gives no
+finite end, the interval allows for one unseen conversation at the limit (docs/decisions/034).
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ POWER = 0.8
 FEWEST = 5
 """Conversations below which no interval is given."""
 UNSEEN = 3.0
-"""n conversations leave open, at 5 %, that a share of 3 / n is like none of them. Where that could
-outweigh all that was seen between a value and its limit, draws of those seen tell too little.
+"""The rule of three: n conversations cannot exclude, at 5 %, that a share of 3 / n of all is unlike
+each of them. Where such a share could outweigh the distance between a value and a limit, resampling
+the seen conversations says too little.
 """
 ROUNDING = 1e-12
 
@@ -40,22 +42,23 @@ class Estimate:
 
     @property
     def detectable(self) -> float | None:
-        """The smallest true value that such an interval excludes 0 for, 4 times out of 5; None if
-        all conversations say the same, so that nothing is known about others.
+        """The smallest true value for which such an interval excludes 0 in 4 of 5 cases (POWER).
+        None without a standard error, and if it is 0: then all conversations have the same value,
+        and nothing is known about how others vary.
         """
-        if self.error is None or self.error < ROUNDING:  # equal ratios may leave a 4e-17
+        if self.error is None or self.error < ROUNDING:  # of equal ratios, rounding may leave 4e-17
             return None
         return _reach() * self.error
 
     def conversations_for(self, effect: float) -> int | None:
-        """Conversations of this kind that make `effect` detectable; None if nothing is known."""
+        """How many such conversations make `effect` detectable; None if `detectable` is None."""
         if not self.detectable or effect <= 0:
             return None
         return int(np.ceil(self.conversations * (self.detectable / effect) ** 2))
 
 
 class Resamples:
-    """Conversations drawn with replacement, the same draws for everything that is compared."""
+    """Conversations drawn with replacement. All that is compared uses the same draws."""
 
     def __init__(self, conversations: Sequence[str], count: int, seed: int = 0):
         names = sorted(set(conversations))
@@ -64,7 +67,7 @@ class Resamples:
         self.size = len(names)
         chances, rng = np.full(self.size, 1 / max(1, self.size)), np.random.default_rng(seed)
         self.weights = rng.multinomial(self.size, chances, count).astype(np.float64)
-        self.smooth = rng.exponential(size=(count, self.size + 1))  # the last: one not seen
+        self.smooth = rng.exponential(size=(count, self.size + 1))  # last column: one unseen
 
     def tau(self, accepted: Sequence[Sequence[int]], k: int) -> Estimate:
         """Pooled tau of walks of k drafts, one per request, in the order of `conversations`."""
@@ -89,10 +92,11 @@ class Resamples:
         return self.estimate(self._position(ours, k), (-sign, hits, rounds), limits=(0.0, 1.0))
 
     def estimate(self, *terms: Term, limits: tuple[float, float]) -> Estimate:
-        """A signed sum of ratios of sums over conversations; `limits`: within which a ratio lies.
+        """Estimate a signed sum of ratios of sums over conversations; `limits`: the range of each
+        ratio.
 
-        The interval: that of the studentized draws, cut where one unseen conversation at the limit
-        allows it; near a limit what the unseen conversation leaves open alone.
+        The interval is the intersection of two: that of the studentized draws and that of
+        `_unseen`. For a single ratio near a limit it is that of `_unseen` alone.
         """
         inside = np.any([below > 0 for _, _, below in terms], axis=0)
         terms = tuple((sign, above[inside], below[inside]) for sign, above, below in terms)
@@ -111,9 +115,9 @@ class Resamples:
     def _unseen(
         self, inside: NDArray[np.bool_], terms: Sequence[Term], limits: tuple[float, float]
     ) -> list[float]:
-        """Ends of the values under exponential weights of all conversations and one more, of their
-        mean length and with the worst or the best result. For shares of yes and no this is
-        Clopper and Pearson's interval (Gaffke 2005).
+        """[low, high] by Gaffke (2005): the conversations and one unseen one of mean length get
+        random exponential weights. The unseen one has the worst possible result for the low end,
+        the best for the high end. For yes/no shares this is Clopper and Pearson's interval.
         """
         seen, more = self.smooth[:, np.append(inside, False)], self.smooth[:, -1]
         ends = []
@@ -140,14 +144,14 @@ class Resamples:
 
 
 def _near(value: float, limits: tuple[float, float], conversations: int) -> bool:
-    """Whether what was not seen could outweigh all that was between a value and a limit."""
+    """Whether unseen conversations (UNSEEN) could outweigh the distance from value to limit."""
     low, high = limits
     return min(value - low, high - value) * conversations < UNSEEN * (high - low)
 
 
 def _studentized(value: float, error: float, drawn: Floats, errors: Floats) -> tuple[float, float]:
-    """Ends by percentiles of (drawn - value) / error; infinite where too many draws have no error
-    of their own.
+    """(low, high) by percentiles of (drawn - value) / errors. An end is infinite where too many
+    draws have a standard error of 0.
     """
     if error < ROUNDING:
         return -np.inf, np.inf
@@ -175,6 +179,6 @@ def _statistic(weights: ArrayLike, terms: Sequence[Term]) -> tuple[Floats, Float
 
 
 def _reach() -> float:
-    """Standard errors between 0 and an effect that is found with POWER: 2.80."""
+    """How many standard errors from 0 an effect must be to be detected with POWER: 2.80."""
     normal = NormalDist()
     return normal.inv_cdf(1 - (1 - LEVEL) / 2) + normal.inv_cdf(POWER)

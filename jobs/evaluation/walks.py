@@ -1,4 +1,4 @@
-"""What an evaluation replays, and what it has to say about its samples."""
+"""The replays of an evaluation, and facts about its samples: leakage, and what can be drafted."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,8 +26,8 @@ from store.traffic_table import read_traffic
 
 
 def leaks(cfg: Config, identity: str, rows: list[Row], sides: Sequence[Side]) -> dict[str, int]:
-    """How many of the held-out rows share their text with what these drafters have learned: the
-    train split, and what a run learned before a later log moved it to this split.
+    """How many of the held-out rows share their text with what these drafters may have learned: the
+    train split, and samples that a run trained on before a later log moved them to another split.
     """
     names = [*(side.folder.name for side in sides), Path(cfg.train.base).name]
     pinned = pa.array(sorted(set().union(*(learned(cfg, n) for n in names if n))), pa.string())
@@ -39,7 +39,9 @@ def leaks(cfg: Config, identity: str, rows: list[Row], sides: Sequence[Side]) ->
 
 
 def draftable(drafter: Drafter, head: Tensor, requests: Sequence[Request]) -> float:
-    """Share of the answers' tokens, first ones excepted, that the drafter's vocabulary holds."""
+    """Share of the answers' tokens that are in the drafter's vocabulary. First tokens do not count:
+    they come from the prefill.
+    """
     tokens = torch.cat([r.ids[r.num_prompt + 1 :] for r in requests])
     return float(torch.isin(tokens, drafter.draft_head(head)[0].cpu()).double().mean())
 
@@ -57,7 +59,7 @@ def replay_all(
 
 
 def untrained_walks(cfg: Config, requests: list[Request], k: int) -> list[list[int]]:
-    """Walks of a random drafter of the configured layers: what the loop starts from."""
+    """Walks of an untrained drafter of the configured shape: where the loop starts."""
     borrowed = load_on(cfg)
     drafter = new_drafter(replace(drafter_config(cfg), draft_vocab_size=0), cfg.train.seed)
     return replay(drafter.to(borrowed[0]), *borrowed, requests, k)

@@ -1,3 +1,3 @@
-"""vLLM servers as the configuration describes them: one, or several at a time as the memory allows.
+"""vLLM servers as the configuration describes them: one, or as many at a time as memory allows.
 `proof` and the stages that serve import it; it imports `registry` and `base`.
 """

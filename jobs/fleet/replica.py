@@ -12,7 +12,10 @@ from store.files import read_json
 
 
 def server(cfg: Config, log: str = "serve.log") -> Server:
-    """The server that the configuration describes, not started; vLLM prints to <work>/logs/log."""
+    """The server that the configuration describes, not started. vLLM prints to <work>/logs/`log`.
+
+    Raises ValueError if serve.drafter is champion and there is none.
+    """
     serve = cfg.serve
     drafter, name = _drafter(cfg)
     k = serve.k or (verified_k(cfg, drafter) if drafter else [])
@@ -36,12 +39,12 @@ def server(cfg: Config, log: str = "serve.log") -> Server:
 
 
 def verified_k(cfg: Config, drafter: Path) -> list[int]:
-    """The K by batch size that the latest `flywheel verify` chose for this drafter; [] if none."""
+    """The K per batch size that the latest `flywheel verify` chose for this drafter; [] if none."""
     wanted = {"drafter_sha256": drafter_sha256(drafter), "target_id": target_id(cfg.target_path)}
     files = sorted(cfg.path("verified").glob("[!.]*.json"), key=lambda file: file.stat().st_mtime)
     for file in reversed(files):
         found = read_json(file, ["drafter_sha256", "target_id"])
-        sound = found.get("ok", True)  # a drafter that failed has chosen nothing
+        sound = found.get("ok", True)  # a verify that failed has chosen no K
         if sound and wanted.items() <= found.items() and "k_by_batch_size" in found:
             return found["k_by_batch_size"]
     return []

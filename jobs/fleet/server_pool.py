@@ -1,4 +1,4 @@
-"""The servers that one measurement needs, as many at a time as the memory holds."""
+"""The servers that one measurement needs, as many at a time as fit into memory."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from serving.server_memory import GIB, free_bytes, gpu_share, server_bytes
 from serving.vllm_server import Server, vllm_runs_on_cpu
 
 Drafts = tuple[int, ...]
-"""K by batch size, as serving.vllm_server.Server has it; (): no drafter."""
+"""K per batch size, as in serving.vllm_server.Server; (): no drafter."""
 MOST = 3
-"""Servers that are of use at the same time: without a drafter, at the largest K, at another."""
+"""The most servers that are useful at once: without a drafter, at the largest K, at another K."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """How many servers fit at once, and the numbers behind it in words."""
+    """How many servers fit at once, and a text with the numbers behind that."""
 
     servers: int
     words: str
 
 
 def room(cfg: Config, drafter: Path | None) -> Room:
-    """How many servers of this target, with this drafter or none, fit into what is free now."""
+    """How many servers of this target, with this drafter or none, fit into the memory free now."""
     if not vllm_runs_on_cpu():
         free, total = torch.cuda.mem_get_info()
         share = gpu_share(cfg.serve.args)
@@ -48,7 +48,7 @@ def room(cfg: Config, drafter: Path | None) -> Room:
 
 
 def at_once(found: Room, most: int) -> str:
-    """What `verify` will do with it, in words."""
+    """A text: how `verify` will run its `most` servers in this room."""
     if found.servers >= most:
         return f"verify runs {most} servers side by side"
     if found.servers == 0:
@@ -58,12 +58,12 @@ def at_once(found: Room, most: int) -> str:
 
 
 def require(cfg: Config, drafter: Path | None, needed: int, stage: str) -> Room:
-    """Room for at least `needed` servers at once. ValueError with the numbers if there is less."""
+    """The room, if at least `needed` servers fit at once; else ValueError with the numbers."""
     found = room(cfg, drafter)
     if found.servers < needed:
         raise ValueError(
             f"{stage} needs {needed} vLLM server(s) at once, there is room for {found.servers}: "
-            f"{found.words}; stop other programs, or take less per server"
+            f"{found.words}; stop other programs, or lower what each server takes"
         )
     return found
 
@@ -71,9 +71,9 @@ def require(cfg: Config, drafter: Path | None, needed: int, stage: str) -> Room:
 class Servers:
     """Servers of the target with one drafter at several K, at most `most` at a time.
 
-    `get` starts what does not run and stops what was not used for longest where there is no room.
-    With room for all, starts overlap (`start`): they are mostly imports, and a server that waits
-    for requests costs nothing but memory.
+    `get` starts a server if it is not running; without room, the least recently used one is stopped
+    first. `start` lets several start at once where there is room: starting is mostly imports, and
+    a server that waits for requests costs only memory.
     """
 
     def __init__(self, cfg: Config, folder: Path, most: int):
@@ -88,13 +88,13 @@ class Servers:
         self.exits.__exit__(kind, error, trace)  # pyright: ignore[reportArgumentType]
 
     def start(self, wanted: list[Drafts]) -> None:
-        """Begin to start the first of these that there is room for, without waiting."""
+        """Begin to start as many of these as there is room for, the first ones; does not wait."""
         for k in wanted:
             if k not in self.running and len(self.running) < self.most:
                 self._start(k)
 
     def get(self, k: Drafts) -> Server:
-        """The server with this K, answering."""
+        """The server with this K, ready for requests."""
         if k not in self.running:
             while len(self.running) >= self.most:
                 self._stop(next(iter(self.running)))
@@ -104,7 +104,7 @@ class Servers:
         return one
 
     def keep(self, needed: list[Drafts]) -> None:
-        """Stop the others."""
+        """Stop all servers but these."""
         for k in [k for k in self.running if k not in needed]:
             self._stop(k)
 
@@ -120,10 +120,10 @@ class Servers:
 
 
 def serving(cfg: Config, drafter: Path | str, k: list[int]) -> Config:
-    """The same server settings for both sides; only the drafter differs.
+    """The server settings of a measurement: sides that are compared differ in the drafter only.
 
-    No prefix cache: the passes repeat the same prompts, which a cache would answer without prefill,
-    for a plain server more of it than for a drafting one. New prompts are what traffic brings.
+    No prefix cache: speed passes repeat their prompts, and a cache would spare the prefill, more of
+    it for a plain server than for a drafting one. Real traffic brings new prompts.
     """
     args = [*cfg.serve.args, "--no-enable-prefix-caching"]
     return cfg.override("serve", port=0, drafter=str(drafter), k=k, capture="", args=args)

@@ -1,4 +1,4 @@
-"""The Ray actors of a harvest: how many, with which share of the machines, and their work."""
+"""The Ray actors of a harvest: how many, with how many CPUs and GPUs, and what they do."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,14 +29,14 @@ def harvest_rows(cfg: Config, rows: pa.Table, folder: Path) -> Harvested:
 
 
 def by_actors(cfg: Config, folder: Path, chunks: Sequence[pa.Table]) -> Iterator[Harvested]:
-    """The work of each chunk, in the order in which it is done, by Ray actors."""
+    """Harvest chunks with Ray actors; yields what each came to, in the order they finish."""
     with cluster(cfg):
         num_actors, share = min(cfg.harvest.workers, len(chunks)), actor_share(cfg, ray.nodes())
         note_waiting(share, num_actors)
         remote = ray.remote(Harvester).options(**share)
         actors = [remote.remote(cfg, max(1, int(share["num_cpus"]))) for _ in range(num_actors)]
         pool: Any = ray.util.ActorPool(actors)
-        # A chunk becomes Python lists when an actor is free for it.
+        # A chunk becomes Python lists only when an actor is free for it: that saves memory.
         yield from pool.map_unordered(
             lambda actor, chunk: actor.shard.remote(folder, chunk.to_pylist()), chunks
         )
@@ -45,8 +45,8 @@ def by_actors(cfg: Config, folder: Path, chunks: Sequence[pa.Table]) -> Iterator
 def actor_share(cfg: Config, nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """CPUs and GPUs that each actor gets, such that all fit on the nodes of the cluster.
 
-    Raises ValueError for more harvest.workers than CPUs, or than GPUs where they are used, and
-    where no nodes have both.
+    Raises ValueError for more harvest.workers than CPUs or, if GPUs are used, than GPUs. Raises it
+    also if the nodes do not have a GPU and a CPU together for each worker.
     """
     workers = cfg.harvest.workers
     resources = [node["Resources"] for node in nodes if node["Alive"]]
@@ -64,19 +64,19 @@ def actor_share(cfg: Config, nodes: Sequence[Mapping[str, Any]]) -> dict[str, fl
             "target.device=cpu"
         )
     threads = cpus_each(nodes, workers, int(use_gpus))
-    if not threads:  # the sums suffice, the nodes do not: Ray would wait without a word
+    if not threads:  # enough in sum, but not on the same nodes: Ray would wait silently
         raise ValueError(
-            f"harvest.workers={workers}, but Ray has no nodes for so many with a GPU and a CPU "
-            f"each ({gpus} GPUs are on nodes with too few CPUs): lower it, or start those nodes "
-            "with more CPUs (ray start --num-cpus)"
+            f"harvest.workers={workers}, but the nodes of Ray cannot give each a GPU and a CPU "
+            f"({gpus} GPUs are on nodes with too few CPUs): lower it, or start those nodes with "
+            "more CPUs (ray start --num-cpus)"
         )
-    if not cfg.ray.address:  # this machine: what torch was told (OMP_NUM_THREADS) holds
+    if not cfg.ray.address:  # on this machine a limit given to torch (OMP_NUM_THREADS) applies
         threads = min(threads, torch.get_num_threads())
     return {"num_cpus": threads, "num_gpus": int(use_gpus)}
 
 
 def note_waiting(share: Mapping[str, float], num_actors: int) -> None:
-    """Say so where others hold what the actors need: a bar at 0 explains nothing."""
+    """Say so if other jobs hold what the actors need; the progress bar would just stay at 0."""
     free = ray.available_resources()
     for name, each in (("CPU", share["num_cpus"]), ("GPU", share["num_gpus"])):
         if free.get(name, 0.0) < each * num_actors:

@@ -1,4 +1,4 @@
-"""One target engine that makes features, checks them and writes whole shards."""
+"""One target engine that computes features, checks them and writes whole shards."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -34,26 +34,27 @@ from store.schemas import features_schema
 from store.shards import write_shard
 
 PREFIX = 32
+"""Tokens of a prompt by which samples are sorted, so that equal beginnings share a batch."""
 
 
 Row = dict[str, Any]
 
 
 class Backend(Protocol):
-    """What a harvest engine must do: features of a batch of token id sequences."""
+    """A harvest engine: computes the features of a batch of token id sequences."""
 
     def features(self, batch: Sequence[Sequence[int]], taps: Sequence[int]) -> list[Features]:
-        """Tap outputs and last hidden states of each sequence."""
+        """Outputs of the tapped layers and last hidden states of each sequence."""
         ...
 
     def room(self) -> float:
-        """The most tokens of a sequence."""
+        """The most tokens that a sequence may have; inf without a limit."""
         ...
 
 
 @dataclass
 class Harvested:
-    """Facts of finished work: shards, samples in them, and SET_ASIDE rows."""
+    """What a harvest made: shards, the number of samples in them, and SET_ASIDE rows."""
 
     paths: list[Path] = field(default_factory=list)
     samples: int = 0
@@ -61,7 +62,7 @@ class Harvested:
 
 
 class Harvester:
-    """One target engine; writes whole shards. An actor is one in a process of its own."""
+    """One target engine; writes whole shards. A Ray actor is one of these in its own process."""
 
     def __init__(self, cfg: Config, threads: int):
         torch.set_num_threads(threads)
@@ -71,7 +72,7 @@ class Harvester:
         self.backend, self.head = make_backend(cfg)
 
     def shard(self, folder: Path, rows: list[Row]) -> Harvested:
-        """Harvest `rows` into one shard of `folder`; without one if all of them are set aside."""
+        """Harvest `rows` into one shard of `folder`; no shard if all of them are set aside."""
         top_k, made = self.cfg.harvest.top_k, {}
         done, fit = Harvested(), []
         for row in rows:
@@ -113,9 +114,9 @@ def make_backend(cfg: Config) -> tuple[Backend, Tensor]:
 
 
 def engine(cfg: Config) -> dict[str, str]:
-    """What computes the features, as SET_ASIDE rows name it: `backend` and `dtype`.
+    """What computes the features: `backend` and `dtype`, as in SET_ASIDE rows.
 
-    No ValueError without a GPU: the driver of a cluster has none, and asks, too.
+    target.device=cuda without a GPU is no error here: the driver of a cluster may have none.
     """
     if cfg.harvest.backend == "vllm":
         dtype = served_dtype(cfg)
@@ -126,7 +127,9 @@ def engine(cfg: Config) -> dict[str, str]:
 
 
 def feature_row(row: Row, features: Features, head: Tensor, top_k: int = 0) -> Row:
-    """The FEATURES row of a sample, with TOP for top_k > 0."""
+    """The FEATURES row of a sample; with `top_k`, also the log-probabilities of that many tokens
+    at each output position.
+    """
     ids = [*row["prompt_ids"], *row["output_ids"]]
     found = features_row(row["sample_id"], ids, features.taps.to(torch.bfloat16))
     if top_k:
@@ -138,7 +141,7 @@ def feature_row(row: Row, features: Features, head: Tensor, top_k: int = 0) -> R
 
 
 def aside_row(row: Row, identity: str, key: str, fault: Fault) -> Row:
-    """The SET_ASIDE row of a sample that failed a check under this features key."""
+    """The SET_ASIDE row of a sample that failed a check; `key`: name of its features folder."""
     return {
         "sample_id": row["sample_id"],
         "target_id": identity,
@@ -152,7 +155,8 @@ def aside_row(row: Row, identity: str, key: str, fault: Fault) -> Row:
 
 
 def batches(rows: list[Row], batch_tokens: int) -> Iterator[list[Row]]:
-    """Rows with a similar prompt and length; the padded rectangle holds at most `batch_tokens`.
+    """Batches of rows with similar prompt beginnings and lengths. A padded batch has at most
+    `batch_tokens` tokens, unless a single row has more.
 
     The backend computes a prompt prefix that a whole batch shares only once.
     """

@@ -30,15 +30,16 @@ SHOWN_DAMAGED = 10
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a harvest came to: its numbers, and the SET_ASIDE rows among `samples` of traffic/."""
+    """The result of a harvest: its numbers, and the SET_ASIDE rows of the `samples` in traffic/."""
 
     summary: Row
     aside: list[Row]
     samples: int
 
     def check_rate(self, limit: float) -> None:
-        """Raise ValueError if the share that is set aside is established above `limit`."""
-        failed = [r for r in self.aside if r["reason"] != TOO_LONG]  # that one is about the engine
+        """Raise ValueError if the share set aside is significantly above `limit` (store.rates)."""
+        # A sample that is too long for the engine is not the sample's fault.
+        failed = [r for r in self.aside if r["reason"] != TOO_LONG]
         if exceeds(len(failed), self.samples, limit):
             raise ValueError(too_many(failed, self.samples, limit))
 
@@ -84,8 +85,8 @@ def harvest_missing(cfg: Config) -> Outcome:
 
 
 def published(cfg: Config, identity: str, folder: Path) -> set[str]:
-    """Ids of the samples with features, after damaged ones were taken out, which it says, and
-    shards of an interrupted harvest were adopted.
+    """Ids of the samples with features. First it removes damaged features, with a message, and
+    publishes the finished shards of an interrupted harvest.
     """
     shape = (identity, list(target_taps(cfg)), target_config(cfg)["hidden_size"])
     mended = mend(folder, lambda path: open_shard(path, *shape, cfg.harvest.top_k))
@@ -102,7 +103,7 @@ def published(cfg: Config, identity: str, folder: Path) -> set[str]:
 
 
 def show(done: Outcome) -> None:
-    """The table of what was made, and of what was set aside with an example of each reason."""
+    """Print what was made, and what was set aside with an example of each reason."""
     summary, aside = done.summary, done.aside
     names = ["samples", "reused", "tokens", "bytes"]
     columns = [*names, "set aside"]

@@ -1,4 +1,4 @@
-"""Which samples are fit to learn from: the checks of harvest, and what it says when it stops."""
+"""Which samples are fit to learn from: the checks of harvest, and its message if too many fail."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -38,14 +38,14 @@ REASONS = {
 }
 """Key -> (what was found, what to do)."""
 BY_ENGINE = ("length", "not_finite", "constant", TOO_LONG)
-"""Reasons that another backend or dtype may not find."""
+"""Reasons that may lie in the engine: with another backend or dtype the sample may pass."""
 UNMENTIONED = "or a penalty, a bias or a JSON mode that the log does not mention"
 TYPICAL_TEMPERATURE = 1.0  # of servers, for a log that names none
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a sample is set aside (a key of REASONS), and the numbers that decided."""
+    """Why a sample is set aside: a key of REASONS, and the numbers that led to it."""
 
     reason: str
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class Fault:
 def screen(row: Row, features: Features, head: Tensor) -> Fault | None:
     """What is wrong with the features [T, n_taps * H] of a TRAFFIC row; None: nothing.
 
-    Needs prompt_ids, output_ids, temperature and shaped of the row. An answer that something
-    shaped beside the target (row["shaped"]) is not asked who wrote it.
+    Needs prompt_ids, output_ids, temperature and shaped of the row. Whether the target wrote the
+    answer is not tested if a penalty, a bias or a grammar shaped it, too (row["shaped"]).
     """
     num_tokens = len(row["prompt_ids"]) + len(row["output_ids"])
     lengths = {len(features.taps), len(features.last)}
@@ -72,7 +72,7 @@ def screen(row: Row, features: Features, head: Tensor) -> Fault | None:
 
 
 def too_long(row: Row, room: float) -> Fault | None:
-    """What is wrong with a TRAFFIC row for an engine that reads `room` tokens; None: nothing."""
+    """The fault of a TRAFFIC row with more tokens than the `room` of the engine; None: it fits."""
     tokens = len(row["prompt_ids"]) + len(row["output_ids"])
     return Fault(TOO_LONG, {"tokens": tokens, "room": room}) if tokens > room else None
 
@@ -81,7 +81,7 @@ def _authorship(row: Row, last: Tensor, head: Tensor) -> Fault | None:
     first, recorded = len(row["prompt_ids"]), torch.tensor(row["output_ids"])
     temperature = row["temperature"]
     found = evidence(
-        last[first - 1 : first - 1 + len(recorded)],  # the token at p is chosen after p - 1
+        last[first - 1 : first - 1 + len(recorded)],  # position p - 1 predicts the token at p
         head,
         recorded,
         TYPICAL_TEMPERATURE if temperature is None else temperature,
@@ -97,14 +97,14 @@ def _authorship(row: Row, last: Tensor, head: Tensor) -> Fault | None:
 
 
 def is_settled(aside: Row, engine: dict[str, str]) -> bool:
-    """Whether a SET_ASIDE row holds for this engine (`backend` and `dtype`), too: then the sample
+    """Whether a SET_ASIDE row also holds for this engine (`backend` and `dtype`): then the sample
     is not tried again.
     """
     return aside["reason"] not in BY_ENGINE or all(aside[name] == engine[name] for name in engine)
 
 
 def too_many(aside: list[Row], total: int, limit: float) -> str:
-    """The message of a harvest that stops: how many, the largest reason, an example, what to do."""
+    """The error message: how many failed, the most frequent reason, an example, what to do."""
     [(reason, count)] = Counter(row["reason"] for row in aside).most_common(1)
     what, fix = REASONS[reason]
     example = min((row for row in aside if row["reason"] == reason), key=lambda r: r["sample_id"])

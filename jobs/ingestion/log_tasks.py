@@ -1,4 +1,4 @@
-"""The Ray tasks of ingest: digests of logs that are new or have changed, and what logs hold."""
+"""The Ray tasks of ingest: hash logs that are new or have changed, and parse logs."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ Stamped = tuple[list[int], Digest]
 
 
 def digests(kept: Digests, logs: list[Path], *folders: Path) -> dict[Path, Stamped]:
-    """(stamp, digest) of each log; only logs that changed since the last run are read."""
+    """(stamp, digest) of each log (store/digests.py). Only logs that changed since the last run are
+    read. `folders`: where manifests have the sizes of earlier states of these logs.
+    """
     sizes = {m["inputs"]["bytes"] for folder in folders for m in read_manifests(folder)}
     stamps = {log: stamp(log) for log in logs}
     known = {log: kept.get(log) for log in logs}
@@ -27,15 +29,17 @@ def digests(kept: Digests, logs: list[Path], *folders: Path) -> dict[Path, Stamp
 def ingest_each(
     digested: dict[Path, Stamped], rules: Rules, traffic: Path, rejects: Path
 ) -> dict[str, Result]:
-    """{sha256 of a log: what it holds}, one task for each content; shards are written, unlisted."""
+    """{sha256 of a log: what `ingest_log` returns}, one task per distinct content. Shards are
+    written but not published yet.
+    """
     unique = {sha: (log, size) for log, (_, (size, sha, _)) in digested.items()}
     jobs = [(log, size, sha, rules, traffic, rejects) for sha, (log, size) in unique.items()]
     return dict(zip(unique, each(ingest_log, jobs), strict=True))
 
 
 def takes_back(traffic: Path, result: Result, prefixes: dict[int, str]) -> bool:
-    """Whether what other rules took from this log for the same target is still in traffic/: of a
-    wrong answerer, say, before ingest.models named the right one. Another target's stays.
+    """Whether traffic/ still has samples of this log for the same target that were accepted under
+    other rules: for instance answers of another model, before ingest.models named the right one.
     """
     identity = result["inputs"]["rules"]["target_id"]
     stale = replaced(read_manifests(traffic), result, prefixes)
@@ -43,6 +47,6 @@ def takes_back(traffic: Path, result: Result, prefixes: dict[int, str]) -> bool:
 
 
 def each(function: Any, arguments: list[tuple]) -> list[Any]:
-    """Run `function` over argument tuples as Ray tasks, results in order."""
+    """Run `function` on each tuple of arguments as a Ray task; results in order."""
     task = ray.remote(function)
     return ray.get([task.remote(*args) for args in arguments])

@@ -1,4 +1,6 @@
-"""What became of the records of all logs, in numbers and in words; and when that is an error."""
+"""How many records of all logs were accepted, rejected or unused and why; and when that is an
+error.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,16 +14,15 @@ from store.rates import exceeds
 from store.reasons import reason_of
 
 REJECT, UNUSED, FINISH = "reject:", "unused:", "finish:"
-"""Classes of what is counted: "reject:json", for one."""
+"""Classes of counted outcomes; they begin a count's name, such as "reject:json"."""
 SHOWN = 5
-"""Names in a message."""
+"""Most names in one message."""
 
 
 @dataclass(frozen=True)
 class RecordCounts:
-    """Records by what became of them, the names found under a reason, and an example of each.
-
-    `examples` has one mapping per log: reason -> file:byte.
+    """`total`: records by outcome. `names`: what was found under a reason, such as model names.
+    `examples`: one mapping per log, reason -> file:byte of its first record.
     """
 
     total: Counter[str]
@@ -30,7 +31,7 @@ class RecordCounts:
 
     @classmethod
     def of(cls, results: Iterable[dict[str, Any]]) -> "RecordCounts":
-        """Summed over what `ingest_log` says of each log."""
+        """The sum over the results of `ingest_log`."""
         results = list(results)
         return cls(
             sum((Counter(r["counts"]) for r in results), Counter()),
@@ -39,7 +40,7 @@ class RecordCounts:
         )
 
     def of_class(self, kind: str) -> dict[str, int]:
-        """Records by reason of one class, the most frequent first."""
+        """Number of records by reason, for one class; the most frequent first."""
         return _stripped(self.total, kind)
 
     def named(self, reason: str) -> str:
@@ -63,8 +64,8 @@ def _stripped(counts: Counter[str], prefix: str) -> dict[str, int]:
 
 
 def check_counts(cfg: Config, logs: list[Path], counts: RecordCounts) -> None:
-    """Raise ValueError where nothing must be published: no record, several models, too many
-    rejected.
+    """Raise ValueError if nothing may be published: no record, answers of several models, or
+    significantly more rejected records than ingest.max_reject_rate.
     """
     if not counts.total["records"]:
         shown = ", ".join(str(log) for log in logs[:3]) + (", ..." if len(logs) > 3 else "")
@@ -97,7 +98,9 @@ def check_counts(cfg: Config, logs: list[Path], counts: RecordCounts) -> None:
 
 
 def check_use(samples: int, counts: RecordCounts) -> None:
-    """Logs without anything to learn from are an error, or a note where older traffic is there."""
+    """Raise ValueError if no record is accepted and there is no older traffic; with older traffic
+    only print a note. `samples`: samples in traffic/.
+    """
     if counts.total["accepted"]:
         return
     worst, count = Counter(counts.of_class(UNUSED) | counts.of_class(REJECT)).most_common(1)[0]
@@ -111,7 +114,7 @@ def check_use(samples: int, counts: RecordCounts) -> None:
 
 
 def print_reasons(title: str, counts: RecordCounts, kind: str) -> None:
-    """A row for each reason of one class, with an example; nothing where there is none."""
+    """Print a row for each reason of one class, with an example; nothing if there is no reason."""
     found = counts.of_class(kind)
     if not found:
         return

@@ -1,4 +1,4 @@
-"""The rules by which logs become traffic, from the configuration and the target."""
+"""The rules by which log records become samples, from the configuration and the target."""
 
 import json
 
@@ -8,7 +8,10 @@ from store.log_formats import Rules
 
 
 def make_rules(cfg: Config) -> Rules:
-    """The rules of this configuration, with the target's identity and vocabulary."""
+    """The rules of this configuration, with the target's identity and vocabulary size.
+
+    Raises ValueError for a target folder without a config.json that has a vocab_size.
+    """
     path = cfg.target_path / "config.json"
     try:
         vocab_size = json.loads(path.read_bytes())["vocab_size"]

@@ -1,3 +1,3 @@
-"""What `flywheel doctor` looks at: what is installed, and what this machine has. Only that stage
-imports it; it imports `fleet` (how many servers fit) and `base`.
+"""The checks of `flywheel doctor`: installed software, and resources of this machine. Only that
+stage imports it; it imports `fleet` (how many servers fit) and `base`.
 """

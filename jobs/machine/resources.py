@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 def device(cfg: Config) -> Iterator[Check]:
-    """What torch computes on, and the dtype that `target.dtype=auto` means here."""
+    """The device torch computes on, and the dtypes that `auto` means here."""
     if not installed("torch"):
         return
     import torch
@@ -38,7 +38,7 @@ def device(cfg: Config) -> Iterator[Check]:
 
 
 def room(cfg: Config) -> Iterator[Check]:
-    """Free disk, and the shared memory of Ray's object store."""
+    """Free disk space, and free shared memory, which Ray's object store uses."""
     folder = next(p for p in [cfg.path(), *cfg.path().parents] if p.exists())
     free = shutil.disk_usage(folder).free
     yield space("disk", free, 3, 10, f"free some below {folder}, or set work= to another disk")
@@ -49,7 +49,7 @@ def room(cfg: Config) -> Iterator[Check]:
 
 
 def memory(cfg: Config) -> Iterator[Check]:
-    """Free memory, within a container's limit, and how many servers of this target it holds."""
+    """Free memory, within a container's limit, and how many servers of this target fit into it."""
     from serving.server_memory import free_bytes
 
     fix = "stop other programs, or lower serve.kv_cache_gib"
@@ -66,7 +66,7 @@ def memory(cfg: Config) -> Iterator[Check]:
 
 
 def space(name: str, free: int, fail_below: int, warn_below: int, fix: str) -> Check:
-    """`free` bytes against two limits in GiB."""
+    """Compare `free` (bytes) with two limits (GiB)."""
     found = f"{free / GIB:.1f} GiB free"
     if free < fail_below * GIB:
         return Check(name, found, "fail", f"at least {fail_below} GiB are needed: {fix}")
@@ -76,7 +76,7 @@ def space(name: str, free: int, fail_below: int, warn_below: int, fix: str) -> C
 
 
 def port(cfg: Config) -> Iterator[Check]:
-    """Whether the server could listen."""
+    """Whether a server could listen on serve.port."""
     name = f"port {cfg.serve.port}"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

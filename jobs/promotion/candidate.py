@@ -1,4 +1,4 @@
-"""The drafter that is to be champion: its folder, its evaluation, and what its version says."""
+"""The drafter that may become champion: its folder, its evaluation, the tags of its version."""
 
 import importlib.metadata
 import json
@@ -21,7 +21,7 @@ from store.files import read_json
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A drafter folder with the evaluation of exactly what is in it."""
+    """A drafter folder, and the evaluation of exactly its present files."""
 
     folder: Path
     sha256: str
@@ -31,7 +31,9 @@ class Candidate:
 
 
 def read_candidate(cfg: Config) -> Candidate:
-    """The drafter to judge, its compat fields with today's target, and its evaluation."""
+    """`promote.drafter` (default: the newest), its compat fields with today's target, and its
+    evaluation. Raises ValueError for a folder that was not evaluated, or has changed since.
+    """
     folder = find_drafter(cfg, cfg.promote.drafter)
     shape, identity = read_config(folder), target_id(cfg.target_path)
     sha256 = drafter_sha256(folder)
@@ -50,13 +52,13 @@ def read_candidate(cfg: Config) -> Candidate:
 
 
 def evidence(candidate: Candidate) -> dict[str, Any]:
-    """What a record of a decision keeps of the evaluation."""
+    """The part of the evaluation that goes into the record of a decision."""
     kept = ("drafter", "drafter_sha256", "target_id", "compat_key", "samples", "rounds", "k", "tau")
     return {name: candidate.evaluation[name] for name in (*kept, "baseline", "leaking")}
 
 
 def tags(candidate: Candidate) -> dict[str, str]:
-    """What a version must say about itself (all tags are text)."""
+    """The tags of the candidate's version; all values are text."""
     evaluation, tau = candidate.evaluation, candidate.evaluation["tau"]
     return {
         SHA256: candidate.sha256,
@@ -75,8 +77,8 @@ def tags(candidate: Candidate) -> dict[str, str]:
 
 
 def _domains(taus: dict[str, float]) -> str:
-    """Tau of every domain as JSON, or, of more than a tag holds, their number and range; the
-    record of the decision has them all.
+    """Tau of every domain as JSON. If that is too long for a tag, the number of domains and the
+    range of tau; the record of the decision has all of them.
     """
     text = json.dumps(taus)
     if len(text) > MAX_TAG:

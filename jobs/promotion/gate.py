@@ -10,13 +10,13 @@ from jobs.registry.versions import Version
 Fields = dict[str, Any]
 
 MAX_LEAKING = 0.01
-"""Largest share of held-out samples whose text is in the training rows, too: known by heart, they
-lift tau by at most this share of its range, 0.07 at K = 7.
+"""Largest allowed share of held-out samples whose text is also in training rows. Even if a drafter
+has memorised them, they raise tau by at most this share of its range (1 to K + 1): 0.07 at K = 7.
 """
 
 
 def mismatches(drafter: Fields, other: Fields, whose: str) -> list[str]:
-    """One reason per field of `other` that `drafter` has otherwise: 'block_size is 8, ... 16'."""
+    """One reason per field of `other` in which `drafter` differs: 'block_size is 8, ... has 16'."""
     return [
         f"{name} is {_plain(drafter.get(name))}, {whose} has {_plain(value)}"
         for name, value in other.items()
@@ -25,7 +25,9 @@ def mismatches(drafter: Fields, other: Fields, whose: str) -> list[str]:
 
 
 def stale(evaluation: Fields, champion: Version | None) -> list[str]:
-    """Why an evaluation says nothing about the present champion: it compared with another one."""
+    """Why an evaluation says nothing about the present champion: its baseline is another drafter.
+    Empty if the baseline is the champion, or there is neither.
+    """
     baseline = evaluation["baseline"]
     then = baseline["drafter_sha256"] if baseline else None
     now = champion.sha256 if champion else None
@@ -40,8 +42,8 @@ def stale(evaluation: Fields, champion: Version | None) -> list[str]:
 
 
 def refusals(limits: Promote, evaluation: Fields, champion: Version | None) -> list[str]:
-    """Reasons in the numbers; empty means: good enough. Without a champion the drafter is compared
-    with no drafter at all, whose tau is 1.
+    """Reasons that follow from the numbers of the evaluation; empty if it is good enough. Without a
+    champion the drafter is compared with serving without a drafter, where tau is 1.
     """
     tau = evaluation["tau"]
     reasons = _leaks(evaluation["leaking"])
@@ -94,5 +96,5 @@ def _leaks(found: Fields) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists: what JSON makes of them."""
+    """A tuple as a list, as it is after a round trip through JSON."""
     return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""The one way in which a champion changes, and the record of it."""
+"""The only code that changes the champion, and the records of it."""
 
 from typing import Any
 
@@ -22,8 +22,9 @@ def move(
     reason: str,
     evidence: Any,
 ) -> None:
-    """The one way a champion changes (needs the lease): previous, champion, record. Interrupted
-    before the record, the next promotion or rollback writes it (`complete_history`).
+    """Change the champion: set `previous`, set `champion`, write the record. Needs the lease. If it
+    is interrupted before the record, the next promotion or rollback writes that
+    (`complete_history`).
     """
     if champion is not None:
         registry.set_alias(PREVIOUS, champion)
@@ -32,7 +33,7 @@ def move(
 
 
 def complete_history(cfg: Config, champion: Version | None) -> None:
-    """Record a champion that the records do not know (needs the lease)."""
+    """Write a record for the present champion if the latest move has none. Needs the lease."""
     moves = [r for r in promotions.read(cfg.path("promotions")) if r["action"] != "refuse"]
     known = moves[-1]["to_version"] if moves else None
     if champion is None or champion.number == known:
@@ -53,7 +54,7 @@ def record_decision(
     reason: str,
     evidence: Any,
 ) -> None:
-    """Write down a decision about the drafter `sha256`, version `number` if it was registered."""
+    """Record a decision about the drafter `sha256`; `number`: its version, None if it has none."""
     before = (champion.number, drafter_version(champion.sha256)) if champion else (None, None)
     _append(cfg, action, before, (number, drafter_version(sha256)), reason, evidence)
 

@@ -1,11 +1,12 @@
-"""How many tokens to draft at each batch size: measured time of a round, replayed acceptance.
+"""Choose how many tokens to draft at each batch size, from measured round times and replayed tau.
 
-Speed-up(K, b) = tau(K) * step(b) / round(K, b): while b requests decode, the time of one plain
-decoding step over that of one round with K drafts. A round computes b * (K + 1) rows of the target
-and of the drafter, so its time is taken as a line in that number, through all measured K and batch
-sizes: one slow pass then moves all K together, and hardly changes which of them is best. No K
-outside the measured ones is considered: the drafter's own pass costs the same for any K, so a line
-drawn on promises one draft for nothing.
+Speed-up(K, b) = tau(K) * step(b) / round(K, b), while b requests decode: step is the time of a
+plain decoding step, round that of a round with K drafts. A round computes b * (K + 1) rows of the
+target and of the drafter. So its time is modelled as linear in that number; one line is fitted to
+all measured K and batch sizes. A single slow pass then shifts all K together and hardly changes
+which one is best. Only K between the measured ones are considered. The drafter's pass over its
+context costs the same for any K, so extending the line would make a small K look too cheap
+(docs/decisions/008).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +17,12 @@ import numpy as np
 from serving.client import Completion, Request, complete
 
 CHOICE = "line by rows"
-"""The rule of this module, a part of what identifies a result: another rule measures again."""
+"""The rule of this module. It is part of the key of kept results: a new rule measures again."""
 BATCHES = (1, 8)
 """Batch sizes at which a round is timed."""
 WAVES = 2
-"""Requests sent per batch size, in batches. In a single one a large K looks cheap: answers it
-finishes early leave a smaller batch behind, which traffic would fill."""
+"""Batches of requests that are sent for each batch size. With only one, a large K looks too cheap:
+answers that finish early leave a smaller batch, which real traffic would fill up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +40,13 @@ def measure_costs(
     interleaved: bool = True,
     max_tokens: int = 64,
 ) -> list[Cost]:
-    """The servers in `urls` (K -> how to reach it; 0: without drafts), at each batch size.
+    """Time a round of each server at each batch size. `urls`: K -> function that returns the URL of
+    its server; K = 0 is the server without drafts.
 
-    From short answers to the same requests. A request's own prefill does not count (vLLM reports
-    the time from the first output token to the last), that of others meanwhile does, the same for
-    every K and for none. Not `interleaved`, each server is measured at all batch sizes before the
-    next is asked for. Raises ValueError if no answer has a second token.
+    Times come from short answers to the same requests. A request's own prefill does not count:
+    vLLM reports the time from the first output token to the last. Prefills of other requests in
+    that time do count, equally for every K. If not `interleaved`, each server is measured at all
+    batch sizes before the next one is used. Raises ValueError if no answer has a second token.
     """
     short = [replace(r, max_tokens=min(r.max_tokens, max_tokens)) for r in requests]
     order = [(k, batch) for batch in BATCHES for k in urls]
@@ -103,7 +105,7 @@ def predicted(taus: dict[int, float], costs: Sequence[Cost], batch: int) -> dict
 
 
 def _line(costs: Sequence[Cost]) -> np.poly1d:
-    """Seconds by number of rows: the least squares of relative errors."""
+    """The line, seconds by number of rows, with the least squared relative errors."""
     rows = [cost.batch * (cost.k + 1) for cost in costs]
     seconds = [cost.seconds for cost in costs]
     degree = min(1, len(set(rows)) - 1)

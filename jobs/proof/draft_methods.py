@@ -14,14 +14,14 @@ from jobs.fleet.replica import verified_k
 from jobs.registry.versions import resolve
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Where configs say how many layers predict further tokens."""
+"""Keys of a target's config for its number of layers for multi-token prediction (MTP)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """One way to draft: at most `k` tokens in a round, by batch size as `serve.k` has it.
+    """One way to draft. `k`: drafts per round, by batch size as in `serve.k`.
 
-    Without `model`, MTP drafts with heads of the target, and the others look up what was said.
+    Without a `model`, mtp uses heads of the target; ngram and suffix look up earlier text.
     """
 
     name: str
@@ -32,19 +32,19 @@ class Method:
 
     @property
     def settings(self) -> Row:
-        """What a reader needs to know of it."""
+        """The settings that are shown beside its results; {} if it has no K."""
         model = {"model": self.model.name} if self.model else {}
         return {"k": self.k, **self.options, **model} if self.k else {}
 
     @property
     def files(self) -> list[list[Any]]:
-        """The files of its model, which a result depends on."""
+        """[path, bytes, time of change] of each file of its model; part of the key of a result."""
         found = sorted(self.model.iterdir()) if self.model else []
         return [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in found]
 
 
 def describe(cfg: Config, name: str) -> Method:
-    """The method `name` of the `methods` section, with what it lacks."""
+    """The method `name` of the `methods` section; `missing` says why it cannot be tried here."""
     if name == "dflash":
         return dflash(cfg)
     ours = cfg.methods
@@ -64,7 +64,7 @@ def describe(cfg: Config, name: str) -> Method:
 
 
 def dflash(cfg: Config) -> Method:
-    """methods.dflash, else the champion, else the newest drafter, with the K that it is served."""
+    """methods.dflash, else the champion, else the newest drafter, with the K it is served with."""
     folder = model_folder(cfg, "dflash")
     if folder is None:
         champion = resolve(cfg, "champion")

@@ -1,4 +1,4 @@
-"""What a trial finds, check by check: the engine's answers, rounds and drafts beside our own."""
+"""The checks of a trial: the engine's answers, rounds and drafts compared with our own."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,10 +20,11 @@ from serving.client import Completion
 from serving.drafts import Recorded
 
 MAX_TIES, TWICE = 0.02, 2.0
-"""Share of drafts that may differ from ours: a drafter that is never sure cannot be compared. To it
-comes TWICE of what our own rounding turns around, since the engine rounds, too."""
+"""MAX_TIES: share of drafts that may differ from ours, near ties included. With more, a drafter is
+too unsure to prove anything. In addition TWICE as many may differ as our own rounding changes,
+since the engine rounds, too."""
 FEATURE_ERROR = 0.05
-"""Relative error per token, median: bfloat16 storage alone gives 0.002."""
+"""Largest allowed relative error per token (median). bfloat16 storage alone gives 0.002."""
 SHOWN = 20
 
 Row = dict[str, Any]
@@ -34,7 +35,9 @@ NO_NOISE = Agreement(1, [])
 
 @dataclass(frozen=True)
 class Ours:
-    """Our side: models in our compute dtype, held-out rows, their harvested and fresh features."""
+    """Our side: models in our compute dtype, held-out rows, their harvested features (`recorded`)
+    and freshly computed ones (`answers`).
+    """
 
     target: Target
     drafter: Drafter
@@ -44,7 +47,7 @@ class Ours:
     table: list[Hypothesis]
     k: int
     ties: float  # relative logit gap of a near tie in this dtype
-    noise: Agreement = NO_NOISE  # drafts that our own rounding turns around
+    noise: Agreement = NO_NOISE  # drafts that our own rounding changes; NO_NOISE: not measured
 
     @property
     def borrowed(self) -> tuple[Tensor, Tensor]:
@@ -54,7 +57,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class Served:
-    """What the server answered; `probes` is one prompt sent twice, `hits` its cached tokens."""
+    """What the server answered. `probes`: one prompt sent twice; `hits`: its cached tokens."""
 
     answers: list[Completion]
     probes: list[Completion]
@@ -64,7 +67,7 @@ class Served:
 
 
 def check_features(ours: Ours) -> Check:
-    """The harvested features are this target's, at these layers."""
+    """Check that the harvested features are those of this target at these layers."""
     errors = {}
     for shift in (0, 1, -1):
         if all(tap + shift in ours.answers[0].layers for tap in ours.drafter.cfg.target_layer_ids):
@@ -89,7 +92,7 @@ def _feature_error(ours: Ours, shift: int) -> float:
 
 
 def check_fit(ours: Ours) -> Check:
-    """No other reading of config.json makes the drafter accept more than its own."""
+    """Check that no other reading of config.json (dflash/hypotheses.py) gives more right drafts."""
     first = [len(a.ids) - 1 - ours.k - a.num_prompt for a in ours.answers]
     if max(first) < 0:
         return Check("fit", "not checked: every answer is shorter than a block", "skip")
@@ -109,7 +112,9 @@ def check_fit(ours: Ours) -> Check:
 
 
 def check_text(answers: Sequence[Answer], ties: float) -> Check:
-    """Every served token is the argmax of our target, up to near ties."""
+    """Check that every served token is the argmax of our target, near ties aside. `ties`: gap of a
+    near tie, relative to the largest logit.
+    """
     gaps = torch.cat([answer.gaps for answer in answers])
     near, wrong = int(((gaps > 0) & (gaps < ties)).sum()), int((gaps >= ties).sum())
     largest = float(gaps.max())
@@ -127,9 +132,9 @@ def check_text(answers: Sequence[Answer], ties: float) -> Check:
 
 
 def check_drafts(ours: Ours, traces: Sequence[Trace]) -> tuple[Check, dict[str, Any]]:
-    """VLLM's drafts are ours, token by token; otherwise which fault makes them so."""
+    """Check that vLLM's drafts equal ours, token by token; if not, name the fault that does it."""
     if not has_drafts(traces):
-        text = "not checked: no served answer has a second token, so nothing was drafted for one"
+        text = "not checked: no served answer has a second token, so there is no draft to compare"
         return Check("drafts", text, "skip", "hold out longer answers"), {}
     own = compare(AS_CONFIGURED, ours.drafter, *ours.borrowed, traces)
     ties = own.near_ties(ours.ties)
@@ -157,11 +162,11 @@ def check_drafts(ours: Ours, traces: Sequence[Trace]) -> tuple[Check, dict[str, 
     cause, ranking = explain(ours.table, ours.drafter, *ours.borrowed, differing, ours.ties, unsure)
     found["hypotheses"] = {h.name: share for h, share in ranking}
     if cause is not None:
-        text += f"; '{cause.name}' gives vLLM's again: {cause.cause}"
+        text += f"; '{cause.name}' reproduces vLLM's drafts: {cause.cause}"
         return Check("drafts", text, "fail", cause.remedy), found
     best, share = ranking[0]
     fix = (
-        f"none of {len(ranking)} known faults gives them again (nearest: '{best.name}', "
+        f"none of {len(ranking)} known faults reproduces them (nearest: '{best.name}', "
         f"{share:.0%}): the engine may hold other weights than the folder (a stale copy, "
         "quantisation), or have a fault of its own; do not serve it"
     )
@@ -174,7 +179,7 @@ def has_drafts(traces: Sequence[Trace]) -> bool:
 
 
 def check_cache(ours: Ours, warm: Sequence[Trace], hits: float) -> Check:
-    """Drafts after a cached prefix are ours too."""
+    """Check that vLLM's drafts after a cached prefix equal ours, too."""
     if not hits:
         return Check("prefix cache", "off, or the probe did not reach it", "skip")
     if not has_drafts(warm):
@@ -191,8 +196,8 @@ def check_cache(ours: Ours, warm: Sequence[Trace], hits: float) -> Check:
 
 
 def same(found: Agreement, ties: float, noise: Agreement = NO_NOISE) -> bool:
-    """Whether rounding explains every draft that differs: near ties and the tail behind them, or
-    no more drafts, and none further off, than our own rounding turns around.
+    """Whether rounding explains all drafts that differ. Of the drafts, MAX_WRONG may differ beyond
+    a near tie, and none beyond FAR near ties. `within` adds what our own rounding changes.
     """
     return within(
         found.beyond(ties), found.drafts, MAX_WRONG, noise.beyond(ties), noise
@@ -200,8 +205,9 @@ def same(found: Agreement, ties: float, noise: Agreement = NO_NOISE) -> bool:
 
 
 def within(count: int, drafts: int, share: float, own: int, noise: Agreement) -> bool:
-    """Whether `count` of `drafts` is no more than this share and TWICE our own count, of
-    `noise.drafts`, with three standard deviations of it; a count of none may have been one.
+    """Whether `count` of `drafts` is at most this share, plus TWICE our own count `own`, plus three
+    standard deviations of the latter. `own` was counted among `noise.drafts` and is scaled. If
+    noise was measured, the deviation is at least that of a count of one.
     """
     own_here = own * drafts / noise.drafts
     deviation = max(own_here, float(noise is not NO_NOISE)) ** 0.5
@@ -217,7 +223,9 @@ def _counts(agreement: Agreement, ties: float) -> str:
 def check_tau(
     ours: Ours, served: Served, answers: Sequence[Answer]
 ) -> tuple[Check, dict[str, Any]]:
-    """Served rounds are replayed rounds, on the text that was served, whatever it is."""
+    """Check that served rounds equal replayed ones, on the text that was served. Also returns the
+    numbers behind it; {} if no round was compared.
+    """
     names = [row["sample_id"] for row in ours.rows]
     read = {one.request_id: answer for one, answer in zip(served.answers, answers, strict=False)}
     named = list(zip(names, served.answers, strict=True))
@@ -243,5 +251,5 @@ def check_tau(
     faults = found.faults()
     if not faults:
         return Check("tau", text), measured
-    fix = "the rows above name the cause; if all of them are fine, the engine counts otherwise"
+    fix = "the rows above name the cause; if all of them are ok, the engine counts in another way"
     return Check("tau", f"{text}; {'; '.join(faults)}", "fail", fix), measured

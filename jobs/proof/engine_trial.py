@@ -1,8 +1,7 @@
-"""The drafter tried on the engine that will serve it, on held-out prompts, token by token.
+"""Try the drafter on the engine that will serve it, on held-out prompts, token by token.
 
-Every check compares what a real vLLM server did with our own forward on the very same tokens; where
-they differ, dflash.diagnose tries the known faults and names the one that gives vLLM's drafts
-again.
+Every check compares what a real vLLM server did with our own forward on the same tokens. Where they
+differ, dflash.diagnose tries the known faults and names the one that reproduces vLLM's drafts.
 """
 
 from collections.abc import Sequence
@@ -48,15 +47,17 @@ from serving.vllm_counts import rounds
 from serving.vllm_server import vllm_runs_on_cpu
 
 PROBE_PROMPT, PROBE_TOKENS = 512, 32
-"""Tokens of the prompt that is sent twice: several cache blocks, of which vLLM redoes the last."""
+"""Tokens of the prompt that is sent twice, and of its answer. The prompt spans several cache
+blocks; vLLM computes the last one again."""
 SPECIAL_TOKENS = 32
+"""Most special tokens that are tried as mask token, the highest ids."""
 
 
 def try_on_engine(cfg: Config, folder: Path) -> tuple[list[Check], dict[str, Any]]:
-    """Rows of the table, and the numbers behind them. Starts one vLLM server.
+    """The checks, and the numbers behind them. Starts one vLLM server.
 
-    The server comes first and is gone before our models are loaded: a GPU holds one of them.
-    Raises ValueError without held-out samples, or memory; a server that does not start is a row.
+    The server has stopped before our models are loaded: a GPU may hold only one of the two. Raises
+    ValueError without held-out samples or memory. A server that does not start is a failed check.
     """
     rows = held_out(cfg, folder)
     k = max(check_drafter(folder, cfg.target_path, cfg.serve.k, cfg.serve.max_model_len))
@@ -91,7 +92,7 @@ def try_on_engine(cfg: Config, folder: Path) -> tuple[list[Check], dict[str, Any
 
 
 def nothing_compared(checks: Sequence[Check]) -> list[Check]:
-    """A row that fails where neither drafts nor rounds of the engine could be compared."""
+    """A failed check if neither drafts nor rounds of the engine could be compared, else []."""
     if any(c.name in ("drafts", "tau") and c.status != "skip" for c in checks):
         return []
     fix = "preflight longer answers: hold out other conversations, or raise preflight.requests"
@@ -104,7 +105,9 @@ def traces(
     answers: Sequence[Answer],
     recorded: Recorded,
 ) -> list[Trace]:
-    """What was drafted for each answer, named; without the round behind which no draft had room."""
+    """What was drafted for each answer, with its name. A last round without room for a draft is
+    left out.
+    """
     found = []
     for name, one, answer in zip(names, completions, answers, strict=True):
         drafts = drafted(one, recorded)
@@ -113,8 +116,8 @@ def traces(
 
 
 def held_out(cfg: Config, folder: Path) -> list[Row]:
-    """The first `preflight.requests` held-out rows that the server has room for: in the order of a
-    hash, so chosen by chance.
+    """The first `preflight.requests` held-out rows that the server has room for. Rows are in the
+    order of a hash, so these are a random choice.
     """
     shape = read_config(folder)
     rows = rows_with_rounds(cfg, shape.target_layer_ids)
@@ -123,7 +126,7 @@ def held_out(cfg: Config, folder: Path) -> list[Row]:
 
 
 def prepare(cfg: Config, folder: Path, rows: list[Row]) -> Ours:
-    """Load both models and read the recorded answers once more."""
+    """Load both models, and compute the features of the recorded answers anew."""
     dtype, device = compute_dtype(cfg), compute_device(cfg)
     target = load_target(cfg.target_path, dtype, device)
     drafter = load_drafter(folder, dtype).to(device)
@@ -142,11 +145,12 @@ def prepare(cfg: Config, folder: Path, rows: list[Row]) -> Ours:
 
 
 def with_noise(cfg: Config, folder: Path, ours: Ours, traces: Sequence[Trace]) -> Ours:
-    """`ours` with its own rounding measured: a float32 forward on the same text against ours, where
-    the target fits in float32 and is not served in it.
+    """`ours` with `noise` measured: our drafts compared with those of a float32 forward on the same
+    text. Unchanged if we compute in float32 anyway, if no draft was recorded, or if the target does
+    not fit into memory in float32.
 
-    A drafter rounds more than the logits that it ends in: of a tiny one in bfloat16 4 % of the
-    drafts turn around, some of them far beyond a near tie of the target.
+    It has to be measured: rounding inside the drafter changes more drafts than near ties of the
+    final logits explain. A tiny drafter in bfloat16 changes 4 %, some far beyond a near tie.
     """
     if ours.target.dtype == torch.float32 or not has_drafts(traces) or too_large(cfg):
         return ours
@@ -165,7 +169,7 @@ def with_noise(cfg: Config, folder: Path, ours: Ours, traces: Sequence[Trace]) -
 
 
 def _thetas(cfg: Config) -> list[float]:
-    """The target's base, and what Transformers and vLLM take for a missing one."""
+    """RoPE bases to try: the target's own, and the defaults of Transformers and vLLM."""
     target = target_config(cfg)
     own = (target.get("rope_parameters") or target).get("rope_theta", 1e4)
     return [float(own), 1e4, 1e6]
@@ -178,9 +182,10 @@ def _special_tokens(cfg: Config) -> list[int]:
 
 
 def serve(cfg: Config, folder: Path, rows: Sequence[Row], k: int) -> Served:
-    """Ask a server with the settings of `serve`, on a port of its own. ValueError if it fails.
+    """Start a server with the settings of `serve`, on a free port, and send it the requests. Raises
+    ValueError if it fails.
 
-    One K, the largest, at every batch size: served rounds are then replayed rounds.
+    It drafts one K, the largest, at every batch size, so that its rounds can equal replayed ones.
     """
     settings = {"host": "127.0.0.1", "port": 0, "drafter": str(folder), "k": [k], "capture": ""}
     running = server(cfg.override("serve", **settings), "preflight.log")
@@ -199,9 +204,9 @@ def serve(cfg: Config, folder: Path, rows: Sequence[Row], k: int) -> Served:
 
 
 def probe(rows: Sequence[Row], limit: int) -> Request:
-    """A prompt of several cache blocks: held-out samples end to end. It does not begin as they do,
-    so that the first of the two requests finds nothing in the cache. With its answer it has at most
-    `limit` tokens.
+    """A prompt of several cache blocks: held-out samples joined end to end, without the first
+    token. So it begins unlike the samples, and the first of the two requests finds nothing in the
+    cache. With its answer it has at most `limit` tokens.
     """
     ids = [token for row in rows for token in [*row["prompt_ids"], *row["output_ids"]]]
     size = min(PROBE_PROMPT, limit - PROBE_TOKENS)
@@ -213,7 +218,9 @@ def probe(rows: Sequence[Row], limit: int) -> Request:
 
 
 def answer_of(ours: Ours, completion: Completion) -> Answer:
-    """The served answer as our target reads it; most are the recorded ones, read already."""
+    """The served answer with our target's features. If it equals a recorded answer, those are
+    computed already.
+    """
     ids = torch.tensor([*completion.prompt_ids, *completion.output_ids])
     for answer in ours.answers:
         if answer.num_prompt == len(completion.prompt_ids) and torch.equal(answer.ids, ids):

@@ -1,8 +1,8 @@
-"""What can be known about a drafter folder without running it, clause by clause.
+"""Checks of a drafter folder that need no engine.
 
-vLLM refuses little of what is wrong (a missing tensor is served as uninitialised memory, a
-mask id is never looked up, a short position limit stops drafting for whole batches), so every
-clause is a row of `flywheel preflight`.
+vLLM loads most wrong folders without an error: a missing tensor is served as uninitialised memory,
+a mask token id is not checked, too few positions stop drafting for whole batches. So each rule for
+a folder (a clause) is a check of `flywheel preflight`.
 """
 
 import json
@@ -38,7 +38,7 @@ OVERRIDES = ("quantization_config", "eagle_aux_hidden_state_layer_ids")
 
 @dataclass(frozen=True)
 class Subject:
-    """A drafter folder, its config.json as it is and as we read it, and where it is to serve."""
+    """A drafter folder, its config.json raw and parsed, and the configuration to serve it with."""
 
     cfg: Config
     folder: Path
@@ -47,7 +47,7 @@ class Subject:
 
 
 def check_folder(cfg: Config, folder: Path) -> list[Check]:
-    """A row per clause. A config.json that we cannot read is the only row: the rest needs it."""
+    """The checks of all clauses. If config.json cannot be read, that is the only check."""
     try:
         shape = read_config(folder)
     except ValueError as error:
@@ -58,7 +58,7 @@ def check_folder(cfg: Config, folder: Path) -> list[Check]:
 
 
 def _look(clause: Callable[[Subject], Iterator[Check]], subject: Subject) -> list[Check]:
-    """The rows of one clause: its faults and warnings, or the one that says what was found."""
+    """The faults and warnings of one clause; without any, the check that says what was found."""
     try:
         found = list(clause(subject))
     except (ValueError, OSError) as error:
@@ -68,7 +68,7 @@ def _look(clause: Callable[[Subject], Iterator[Check]], subject: Subject) -> lis
 
 
 def config(subject: Subject) -> Iterator[Check]:
-    """The engine reads config.json through Transformers: the same values as ours?"""
+    """Transformers, through which vLLM reads config.json, must get the same values as replay."""
     theirs = AutoConfig.from_pretrained(subject.folder)
     for name in [name for name in PLAIN_KEYS if name not in OURS_ALONE]:
         value = theirs.rope_parameters[name] if name == "rope_theta" else getattr(theirs, name)
@@ -88,7 +88,9 @@ def config(subject: Subject) -> Iterator[Check]:
 
 
 def tensors(subject: Subject) -> Iterator[Check]:
-    """Exact names and shapes (load_drafter raises), finite, and nothing that overrides them."""
+    """Tensors must have the exact names and shapes and be finite, and no other file may replace
+    them.
+    """
     again = "export the drafter again; vLLM serves a missing tensor as uninitialised memory"
     try:
         drafter = load_drafter(subject.folder)
@@ -121,7 +123,7 @@ def _stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _borrowed(subject: Subject) -> Iterator[Check]:
-    """A copy of the target's embedding or head is served instead of the target's own."""
+    """A stored copy of the target's embedding or head must equal it: vLLM would use the copy."""
     stored, folder = _stored(subject.folder), subject.cfg.target_path
     for place, name in enumerate(("embed_tokens.weight", LM_HEAD)):
         if name not in stored:
@@ -138,8 +140,8 @@ def _borrowed(subject: Subject) -> Iterator[Check]:
 
 
 def target(subject: Subject) -> Iterator[Check]:
-    """All engines read the same embedding and head, and it is the target (weights, configs,
-    tokenizer, template) that was harvested and evaluated.
+    """The target must be the one that was harvested and evaluated (weights, configs, tokenizer,
+    template), with an embedding and head that can be borrowed.
     """
     cfg, identity = subject.cfg, target_id(subject.cfg.target_path)
     load_borrowed(cfg.target_path, torch.bfloat16)
@@ -173,7 +175,7 @@ def target(subject: Subject) -> Iterator[Check]:
 
 
 def taps(subject: Subject) -> Iterator[Check]:
-    """This work folder holds features of the layers it reads, whatever drafter.taps says."""
+    """The work folder must have features of the layers that the drafter reads."""
     cfg, ours = subject.cfg, subject.shape.target_layer_ids
     if not shard_paths(features_folder(cfg, target_id(cfg.target_path), ours)):
         fix = f"`flywheel harvest drafter.taps={','.join(map(str, ours))}`, or another drafter"
@@ -183,7 +185,9 @@ def taps(subject: Subject) -> Iterator[Check]:
 
 
 def mask_token(subject: Subject) -> Iterator[Check]:
-    """A row of the embedding that means nothing else, in the template or in traffic."""
+    """The mask token must have a row in the embedding, and no other use: not in the chat template,
+    not as another special token, not in traffic.
+    """
     cfg, mask = subject.cfg, subject.shape.mask_token_id
     fix = "train with drafter.mask_token_id set to an unused special token"
     embedding = open_tensors(cfg.target_path)(EMBEDDING)
@@ -208,7 +212,9 @@ def mask_token(subject: Subject) -> Iterator[Check]:
 
 
 def causality(subject: Subject) -> Iterator[Check]:
-    """Loaders disagree about what an absent flag means, and about which of two counts."""
+    """is_causal must be written, once: loaders disagree about a missing flag, and about which of
+    two flags counts.
+    """
     flag = subject.raw.get("is_causal")
     other = (subject.raw.get("dflash_config") or {}).get("causal")
     fix = 'write "is_causal": false (or true, as trained) into config.json, and no other flag'
@@ -221,7 +227,7 @@ def causality(subject: Subject) -> Iterator[Check]:
 
 
 def length(subject: Subject) -> Iterator[Check]:
-    """Shape, K and positions, by what `flywheel serve` itself checks (raises ValueError)."""
+    """Shape, K and number of positions must pass the checks of `flywheel serve`."""
     serve = subject.cfg.serve
     k = max(check_drafter(subject.folder, subject.cfg.target_path, serve.k, serve.max_model_len))
     positions = subject.shape.max_position_embeddings

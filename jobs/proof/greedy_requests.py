@@ -1,4 +1,4 @@
-"""The held-out prompts as requests: the target's plain choice is asked for."""
+"""The held-out prompts as requests for the target's plain greedy answer."""
 
 from jobs.base.config import Config
 from jobs.base.console import console, some_names
@@ -6,14 +6,15 @@ from jobs.dataset.slices import Row
 from serving.client import Request
 
 PLAIN = {"repetition_penalty": 1.0, "min_p": 0.0}
-"""Said in every request: a target's generation_config.json may make a penalty the default."""
+"""Set in every request: a target's generation_config.json may make a penalty the default."""
 
 
 def as_request(row: Row) -> Request:
     """The recorded prompt as token ids, with room for the recorded answer, asked for greedily.
 
-    Whatever shaped or sampled the recorded answer, this one is the target's plain choice.
-    Its labels stay here: nothing captures these requests, and not every text can be a header.
+    The answer is the target's plain choice, even if the recorded one was sampled or shaped. Labels
+    such as the domain are not sent: nothing captures these requests, and not every label can be an
+    HTTP header.
     """
     return Request(
         prompt=list(row["prompt_ids"]), max_tokens=len(row["output_ids"]), extra=dict(PLAIN)
@@ -21,19 +22,20 @@ def as_request(row: Row) -> Request:
 
 
 def longest(cfg: Config, k: int) -> int:
-    """Tokens of prompt and answer up to which vLLM drafts `k` in every round.
+    """The most tokens of prompt and answer with which vLLM drafts `k` tokens in every round.
 
-    Within K + 1 tokens of serve.max_model_len it drafts zeros, for all requests of the batch, and a
-    round may begin K + 1 tokens before the end.
+    A request within K + 1 tokens of serve.max_model_len makes vLLM draft zeros for its whole batch.
+    A round may begin another K + 1 tokens earlier.
     """
     return cfg.serve.max_model_len - 2 * (k + 1)
 
 
 def servable(cfg: Config, rows: list[Row], k: int) -> list[Row]:
-    """The rows that can be asked for with `k` drafts a round, after saying which are too long.
+    """The rows that can be served with `k` drafts per round; a message lists those that are too
+    long.
 
-    The server refuses a request that may outgrow serve.max_model_len, and one that comes close
-    takes the drafts of others away. Raises ValueError if all rows are too long.
+    The server refuses a request that may outgrow serve.max_model_len. One that comes close stops
+    drafting for its whole batch. Raises ValueError if all rows are too long.
     """
     limit = longest(cfg, k)
     sizes = {row["sample_id"]: len(row["prompt_ids"]) + len(row["output_ids"]) for row in rows}

@@ -16,11 +16,11 @@ from store.files import read_json
 from store.ids import short_hash
 
 RULE = "served text, plain answers read again"
-"""How drafters are judged, a part of what identifies a result: another rule measures again."""
+"""How drafters are judged. It is part of the key of kept results: a new rule measures again."""
 
 
 def methods_path(cfg: Config, methods: Sequence[Method], rows: Sequence[dict[str, Any]]) -> Path:
-    """Where the result stands for these methods, prompts, settings and this vLLM."""
+    """Where the result is kept for these methods, prompts, settings and this vLLM."""
     settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), target_id(cfg.target_path)]
     tried = [[m.name, m.settings, m.files, m.missing] for m in methods]
     key = short_hash([tried, [row["sample_id"] for row in rows], settings, vllm_version(), RULE])
@@ -28,9 +28,9 @@ def methods_path(cfg: Config, methods: Sequence[Method], rows: Sequence[dict[str
 
 
 def preflight_path(cfg: Config, folder: Path) -> Path:
-    """Where the result stands for these bytes, this target, these serving settings, this vLLM."""
+    """Where the result is kept for these files, this target, these serving settings, this vLLM."""
     serve = asdict(cfg.serve)
-    for name in ("host", "port", "drafter", "capture"):  # nothing that a draft depends on
+    for name in ("host", "port", "drafter", "capture"):  # drafts do not depend on these
         del serve[name]
     key = short_hash(
         [
@@ -51,7 +51,7 @@ def preflight_passed(cfg: Config, folder: Path) -> bool:
 
 
 def verify_path(cfg: Config, folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Where the result stands for this drafter, these prompts, these settings, this vLLM."""
+    """Where the result is kept for this drafter, these prompts, these settings, this vLLM."""
     settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), str(compute_dtype(cfg))]
     settings += [target_id(cfg.target_path), vllm_version(), CHOICE, RULE]
     key = short_hash([drafter_sha256(folder), [row["sample_id"] for row in rows], settings])

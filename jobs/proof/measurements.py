@@ -1,4 +1,4 @@
-"""What the servers of `verify` are asked: texts with and without the drafter, costs, speed."""
+"""What `verify` measures on its servers: texts with and without the drafter, costs, speed."""
 
 from dataclasses import dataclass
 
@@ -14,12 +14,12 @@ from serving.client import Completion, Speed, compare_speeds, complete
 from serving.greedy import GreedyReport, judge, read_again
 
 READ = 4
-"""Answers that are read again at the same time: each is one pass over all its tokens."""
+"""How many answers are read again at the same time; each is one pass over all its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What the servers gave. `answers`: of the drafting one at `k` alone."""
+    """What the servers gave. `answers`: those of the server that drafts exactly `k` tokens."""
 
     k: int
     chosen: Drafts
@@ -30,7 +30,7 @@ class Measured:
 
 
 def measure(cfg: Config, servers: Servers, rows: list[Row], taus: dict[int, float]) -> Measured:
-    """Everything that needs a server, in an order that starts each one as rarely as can be."""
+    """All measurements that need a server, in an order with as few server starts as possible."""
     domain = speed_domain(cfg, rows)
     narrow = [as_request(row) for row in rows if row["domain"] == domain]
     together = servers.most >= MOST
@@ -45,7 +45,7 @@ def measure(cfg: Config, servers: Servers, rows: list[Row], taus: dict[int, floa
         costs = measure_costs(urls, narrow, together)
     chosen = tuple(cfg.serve.k) or choose(taus, costs)
     servers.keep([(), ks[-1], chosen])
-    servers.start([chosen])  # while the proof runs, which is not timed
+    servers.start([chosen])  # it can start meanwhile: the next answers are not timed
     answers = complete(servers.get(ks[-1]).url, asked, at_once, "served")
     sides = (lambda: servers.get(()).url, lambda: servers.get(chosen).url)
     speeds = compare_speeds(sides, speed_loads(cfg, narrow), cfg.verify.repeats, servers.most > 1)
@@ -59,7 +59,8 @@ def measure(cfg: Config, servers: Servers, rows: list[Row], taus: dict[int, floa
 def probe_ks(cfg: Config, taus: dict[int, float]) -> list[Drafts]:
     """The K to start servers for: the largest of serve.k, else a middle one and the largest.
 
-    Acceptance is counted at the last, at one K, so that served rounds can be replayed rounds.
+    Acceptance is counted on the last one. It has a single K, so that its rounds can equal replayed
+    ones.
     """
     if cfg.serve.k:
         return [(max(cfg.serve.k),)]

@@ -28,9 +28,10 @@ from store.files import read_json, save_json
 def compare_methods(
     cfg: Config, methods: Sequence[Method], rows: list[Row], parts: Path
 ) -> list[Row]:
-    """A row per method, `none` first, each kept in `parts` as soon as it is measured.
+    """A row per method, `none` first. Each is kept in the folder `parts` as soon as it is measured.
 
-    The plain server stays up, so speeds are interleaved.
+    The plain server stays up, so that speed passes can alternate. Raises ValueError if two servers
+    do not fit into memory, and if the engine does not count rounds (plain tau is not 1).
     """
     domain = speed_domain(cfg, rows)
     narrow = [as_request(row) for row in rows if row["domain"] == domain]
@@ -54,7 +55,7 @@ def compare_methods(
             else:
                 console.print(f"{method.name}: {method.missing or 'serving'}")
                 row, of_method = attempt(cfg, method, plain, rows, expected, control, narrow)
-                if row["available"]:  # an interrupted run does not measure it again
+                if row["available"]:  # kept, so that a later run does not measure it again
                     save_json(part, {"row": row, "speeds": [asdict(one) for one in of_method]})
             found.append({"method": method.name, "settings": method.settings, **row})
             speeds.append(of_method)
@@ -71,7 +72,9 @@ def attempt(
     control: Reading,
     narrow: list[Request],
 ) -> tuple[Row, list[Speed]]:
-    """What was measured with this method, or why nothing was."""
+    """What was measured with this method, or why nothing was. Raises ValueError if the plain server
+    has died.
+    """
     if method.missing:
         return {"available": False, "reason": method.missing}, []
     try:
@@ -154,7 +157,7 @@ def acceptance(counts: dict[str, tuple[int, int]]) -> Row:
 
 
 def plain_alone(at_once: Sequence[Speed]) -> Speed:
-    """The plain server at one concurrency, over the passes beside every method."""
+    """The plain server's own speed at one concurrency, over its passes beside all methods."""
     rates = [rate for one in at_once for rate in one.plain]
     seconds = [second for one in at_once for second in one.plain_seconds]
     return Speed(
@@ -169,7 +172,7 @@ def plain_alone(at_once: Sequence[Speed]) -> Speed:
 
 
 def summarise(speed: Speed) -> Row:
-    """One concurrency: tokens per second pass by pass, their ratios, seconds per request."""
+    """The speed at one concurrency: tokens per second of each pass, ratios, latency."""
     found = asdict(speed)
     del found["plain_seconds"]
     return found | {"latency": latency(found.pop("drafted_seconds"))}

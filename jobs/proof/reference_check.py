@@ -24,8 +24,9 @@ Row = dict[str, Any]
 def check_reference(cfg: Config, folder: Path, rows: list[Row]) -> dict[str, Any]:
     """Decode the first `verify.reference_requests` prompts and compare, round by round.
 
-    In float32, where equal means equal; `skipped` says why nothing was decoded: none is asked for,
-    or the target does not fit. What was decoded becomes acceptance rows of origin decode.
+    It computes in float32, where rounds must be equal, near ties aside. `skipped` says why nothing
+    was decoded: verify.reference_requests is 0, or the target does not fit into memory. Decoded
+    answers become acceptance rows of origin decode.
     """
     chosen = rows[: cfg.verify.reference_requests]
     skipped = too_large(cfg) if chosen else "verify.reference_requests is 0"
@@ -63,7 +64,7 @@ def check_reference(cfg: Config, folder: Path, rows: list[Row]) -> dict[str, Any
 
 
 def too_large(cfg: Config) -> str:
-    """Why the target cannot be held in float32; empty if it can."""
+    """Why the target does not fit into memory in float32; empty if it does."""
     why = unfit(cfg, torch.float32)
     return f"{why}: the reference decoder was not run" if why else ""
 

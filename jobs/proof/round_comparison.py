@@ -1,9 +1,10 @@
-"""Served against replayed, round by round: the one comparison of `verify` and `preflight`.
+"""Served against replayed acceptance, round by round: used by both `verify` and `preflight`.
 
-The text that *was* served is read once by our target, replayed with the drafter on these fresh
-features, and put beside what vLLM counted for it. No text has to be the recorded one, so this holds
-in every dtype, for sampled answers and for production rows. Where the two walks part, every further
-round is drafted again behind the engine's own anchors, so nothing hides behind a first difference.
+Our target reads each served text once, and the drafter is replayed on these fresh features. The
+accepted drafts of each round are compared with those that vLLM counted. The served text need not
+equal the recorded one, so this works in every dtype, for sampled answers and for production
+traffic. After a first difference the anchors of the two walks differ. So if walks differ, every
+round is drafted again after the engine's own anchors, and no later difference is hidden.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +26,17 @@ from serving.client import Completion
 from serving.vllm_counts import rounds
 
 POOLED, POSITION = 0.01, 0.01
-"""Served against replayed: pooled tau (relative), acceptance at each position (absolute)."""
+"""How far served may be off replayed: pooled tau (relative), each position (absolute)."""
 FEW = 3.0
-"""So many rounds may always be off: of 100 rounds one is a whole point."""
+"""So many tokens (of tau) or rounds (of a position) may always be off: of 100 rounds, one is a
+whole point."""
 IDENTICAL = 0.95
-"""Share of requests with identical rounds, unless every difference is a near tie."""
+"""Least share of requests with identical rounds, unless rounding explains all differences."""
 MAX_WRONG, FAR = 0.01, 3.0
-"""Share of tokens, drafts or rounds (one at least) that may lose by more than a near tie, by less
-than FAR of them: the tail of the rounding errors. docs/decisions/031-served-text-is-replayed.md"""
+"""The tail of the rounding errors: this share of tokens, drafts or rounds (at least one) may differ
+by more than a near tie, but by less than FAR near ties. docs/decisions/031"""
 CHUNK, ROUNDS = 16, 32
-"""Answers held with their features, and rounds held with their logits, at a time."""
+"""Answers with their features, and rounds with their logits, that are in memory at a time."""
 
 Walk = list[int]
 Row = dict[str, Any]
@@ -44,8 +46,8 @@ Row = dict[str, Any]
 class Difference:
     """A round that accepted `served` drafts in the engine and `replayed` under our forward.
 
-    gap: by how many of our logits the recorded token wins or loses the slot that decides; below
-    `bound` two correct computations of this dtype can turn it around.
+    gap: difference in our logits between the recorded token and the best other one, in the slot
+    that decides. Below `bound` it is a near tie: rounding in this dtype can reverse it.
     """
 
     request: str
@@ -59,7 +61,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Both walks of every request that has a round, and where they part."""
+    """Both walks of every request that has a round, and where they differ."""
 
     k: int
     names: list[str] = field(default_factory=list)
@@ -81,25 +83,25 @@ class Comparison:
 
     @property
     def beyond(self) -> list[Difference]:
-        """Differences that are no near ties."""
+        """Differences that are not near ties."""
         return [d for d in self.differences if d.gap >= d.bound]
 
     @property
     def wrong(self) -> bool:
-        """Whether what differs beyond near ties is more than the tail of the rounding errors."""
+        """Whether differences beyond near ties are more than the tail of the rounding errors."""
         far = any(d.gap >= FAR * d.bound for d in self.beyond)
         return far or len(self.beyond) > max(1, MAX_WRONG * self.rounds)
 
     @property
     def near_ties(self) -> list[Difference]:
-        """Differences that two correct computations can have."""
+        """Differences between two correct computations, by rounding alone."""
         return [d for d in self.differences if d.gap < d.bound]
 
     def limits(self) -> tuple[float, float]:
         """How far pooled tau (relative) and a position (absolute) may be off.
 
-        The promised 1 % and 1 point, or what the near ties alone move by chance where the rounds
-        are few: three standard deviations of a sum of random signs.
+        The limits are 1 % and 1 point. With few rounds they are larger: what near ties alone move
+        by chance, three standard deviations of their sum with random signs, at least FEW.
         """
         moved = sum((d.served - d.replayed) ** 2 for d in self.near_ties)
         tokens = self.rounds * tau(self.served)
@@ -107,7 +109,7 @@ class Comparison:
         return max(POOLED, max(FEW, 3 * moved**0.5) / tokens), max(POSITION, ties / self.rounds)
 
     def faults(self) -> list[str]:
-        """The limits that are exceeded, in words; none: replay says what is served."""
+        """The limits that are exceeded, in words; [] if replay predicts what is served."""
         found, (pooled, position) = [], self.limits()
         ours, theirs = tau(self.replayed), tau(self.served)
         if abs(theirs / ours - 1) > pooled:
@@ -132,7 +134,9 @@ class Comparison:
 
     @property
     def whole(self) -> int:
-        """Rounds with room for all drafts: behind the others' cut both sides always agree."""
+        """Rounds with room for all drafts. Others are cut at the end of the answer, on both sides
+        alike, which may hide a difference.
+        """
         found = 0
         for length, walk in zip(self.lengths, self.served, strict=True):
             left = length - 1
@@ -153,7 +157,7 @@ class Comparison:
         return "no served answer has a second token, so there is no round to compare"
 
     def words(self) -> str:
-        """How much agrees, in a line."""
+        """How much agrees, as one line of text."""
         text = (
             f"{self.identical} of {len(self.names)} requests in identical rounds, "
             f"{len(self.near_ties)} rounds differ at near ties, {len(self.beyond)} otherwise"
@@ -169,7 +173,7 @@ class Comparison:
         return positions(self.replayed, self.k), positions(self.served, self.k)
 
     def summary(self) -> Row:
-        """What is kept of it; {} of no round."""
+        """The part that is kept in results; {} without a round."""
         if not self.rounds:
             return {}
         pooled, position = self.limits()
@@ -196,10 +200,11 @@ def compare(
     k: int,
     read: Callable[[Completion], Answer] | None = None,
 ) -> Comparison:
-    """Replay the answers that a server gave at one K, named, against what it counted.
+    """Replay the named answers that a server gave at one K, and compare with what it counted.
 
-    `read` gives an answer with the target's features; default: one pass each. Answers of one token
-    have no round; where the server drafted less than k, replay would draft otherwise: left out.
+    `read` returns an answer with the target's features; by default the target reads it in one pass.
+    Answers of one token have no round. Answers for which the server drafted less than k in some
+    round are left out: replay always drafts k.
     """
     found = Comparison(k=k)
 
@@ -226,7 +231,7 @@ def compare(
 
 
 def unexplained(reference: Row) -> list[str]:
-    """Requests that replay walks otherwise than the reference decoder, not at near ties alone."""
+    """Ids of requests whose replay differs from the reference decoder by more than near ties."""
     return [one["sample_id"] for one in reference["differing"] if not one.get("near_tie")]
 
 
@@ -239,9 +244,10 @@ def differing(
     replayed: Walk,
     k: int,
 ) -> list[Difference]:
-    """The rounds in which our drafts behind the engine's own anchors are accepted otherwise.
+    """The rounds in which another number of our drafts is accepted, after the engine's own anchors.
 
-    A walk that differs although none of them does met a tie of our own: its first differing round.
+    There may be none although the walks differ: then two of our own forwards have broken a tie
+    differently, and the first round in which the walks differ is returned.
     """
     margins, sizes, ours = [], [], []
     anchors = torch.tensor(list(accumulate((a + 1 for a in served), initial=request.num_prompt)))
@@ -286,7 +292,7 @@ def _margins(ids: Tensor, anchors: Tensor, logits: Tensor) -> tuple[Tensor, Tens
 
 
 def table(rows: Sequence[Row], accepted: Sequence[Walk], k: int) -> Row:
-    """Tau pooled, per domain, per position, of requests that have a round."""
+    """Tau pooled and per domain, and acceptance per position, of requests that have a round."""
     names = sorted({row["domain"] for row, walk in zip(rows, accepted, strict=True) if walk})
     return {
         "pooled": tau(accepted),

@@ -1,4 +1,4 @@
-"""On which requests speed is measured, and whether the machine was quiet."""
+"""Which requests speed is measured on, and whether the machine was quiet."""
 
 from jobs.base.config import Config
 from jobs.base.console import console, some_names
@@ -7,16 +7,16 @@ from jobs.dataset.slices import Row, domains
 from serving.client import Request
 
 UNSTEADY = 1.3
-"""Ratio of the fastest to the slowest plain pass above which the machine was not quiet."""
+"""If the fastest plain pass is faster than the slowest by more, the machine was not quiet."""
 
 
 def speed_loads(cfg: Config, narrow: list[Request]) -> dict[int, list[Request]]:
-    """Speed is measured at concurrency 1 and 8 on the first of these, a quarter as many at 1."""
+    """{concurrency: requests}: the first verify.requests at 8, a quarter as many at 1."""
     return {1: narrow[: (cfg.verify.requests + 3) // 4], 8: narrow[: cfg.verify.requests]}
 
 
 def speed_domain(cfg: Config, rows: list[Row]) -> str:
-    """verify.domain, else the one with the most held-out samples. ValueError if it has none."""
+    """verify.domain, else the domain with the most held-out samples. ValueError if it has none."""
     names = domains(rows)
     if not names:
         what = f"greedy {cfg.evaluate.split} sample of more than one token"
@@ -33,7 +33,7 @@ def speed_domain(cfg: Config, rows: list[Row]) -> str:
 
 
 def warn_if_unsteady(stage: str, speeds: list[Row]) -> None:
-    """Say so where the passes of the plain server differ too much for ratios to mean something."""
+    """Print a warning if the passes of the plain server differ too much for ratios to mean much."""
     for s in speeds:
         if max(s["plain"]) > UNSTEADY * min(s["plain"]):
             console.print(

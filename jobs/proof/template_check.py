@@ -1,8 +1,8 @@
 """How a chat prompt ends, in the engine that serves and in the traffic that was harvested.
 
-Between the user's words and the answer stands what the chat template puts there, and thinking
-modes differ in just that: a drafter trained behind "<think></think>" is not served well behind
-"<think>". The engine is asked, since --chat-template and default template arguments live there.
+Between the user's words and the answer there are tokens of the chat template. Thinking modes differ
+in just these: a drafter trained after "<think></think>" drafts badly after "<think>". The engine is
+asked, because only it knows --chat-template and its default template arguments.
 """
 
 from collections import Counter
@@ -54,12 +54,12 @@ def _thinking(mode: bool | None) -> dict[str, bool]:
 
 
 def _ending(without: list[int], prompt: list[int]) -> list[int]:
-    """What the generation prompt adds; nothing if it does not just add."""
+    """The tokens that the generation prompt appends; [] if it also changes earlier ones."""
     return prompt[len(without) :] if prompt[: len(without)] == without else []
 
 
 def check_template(cfg: Config, endings: Endings | None) -> Check:
-    """Every recorded chat prompt ends as the engine ends one in the mode it was recorded with."""
+    """Check that every recorded chat prompt ends as the engine ends one in the same mode."""
     if endings is None:
         return Check("template", "the target has no chat template", "skip")
     rows = read_traffic(cfg.path("traffic"), target_id(cfg.target_path), "train")
@@ -83,7 +83,9 @@ def check_template(cfg: Config, endings: Endings | None) -> Check:
 
 
 def judge(endings: Endings, prompt: list[int], mode: bool | None) -> str:
-    """`same`, `other` (it ends as another mode, or as the folder's template), or `none`."""
+    """`same` as the engine, `other` (as in another mode, or as by the folder's template), or `none`
+    (not a chat prompt).
+    """
     if _ends(prompt, endings.engine[mode]):
         return "same"
     known = [*endings.engine.values(), *endings.folder.values()]

@@ -19,7 +19,7 @@ from serving.vllm_counts import pooled_by_vllm
 def compare_served(
     cfg: Config, folder: Path, rows: list[Row], answers: list[Completion], k: int
 ) -> Comparison:
-    """Our side, loaded after the servers are gone: the answers read, replayed, compared."""
+    """Load our models (the servers have stopped), and compare the answers with their replay."""
     dtype, device = compute_dtype(cfg), compute_device(cfg)
     target = load_target(cfg.target_path, dtype, device)
     drafter = load_drafter(folder, dtype).to(device)
@@ -28,7 +28,7 @@ def compare_served(
 
 
 def conclude(rows: list[Row], measured: Measured, compared: Comparison, reference: Row) -> Row:
-    """Whether all holds, and the numbers behind it."""
+    """Whether no limit is exceeded (`ok`), and the numbers behind it."""
     faults = [*compared.faults(), *text_faults(measured.text), *reference_faults(reference)]
     if compared.unchecked:
         faults.append(f"not checked: {compared.unchecked}; hold out longer answers")
@@ -71,27 +71,27 @@ def chosen_k(
 
 
 def text_faults(text: GreedyReport) -> list[str]:
-    """Why the drafter is not lossless, in words; none if the control explains all differences."""
+    """Why the drafter is not lossless, in words; [] if the control explains all differences."""
     if not text.different:
         return []
     gaps = ", ".join("unknown" if d.gap is None else f"{d.gap:.3g}" for d in text.different[:5])
     control, drafted = text.control, text.drafted
     return [
         f"{len(text.different)} greedy texts differ beyond what the plain server explains (gaps "
-        f"{gaps}; bound {text.bound:.3g}; read again, {drafted.lost} of {drafted.tokens} tokens "
-        f"with the drafter are not its choice, {control.lost} of {control.tokens} of its own, "
-        f"chance {text.chance:.2g}, limit {LEVEL:g})"
+        f"{gaps}; bound {text.bound:.3g}; when it reads answers again, {drafted.lost} of "
+        f"{drafted.tokens} tokens with the drafter are not its choice, and {control.lost} of "
+        f"{control.tokens} of its own; chance {text.chance:.2g}, limit {LEVEL:g})"
     ]
 
 
 def reference_faults(reference: Row) -> list[str]:
-    """Where replay is not the reference decoder, near ties of float32 aside."""
+    """Which requests replay differently than the reference decoder, near ties of float32 aside."""
     wrong = unexplained(reference)
     return [f"replay differs from the reference decoder on {', '.join(wrong)}"] if wrong else []
 
 
 def greedy_summary(text: GreedyReport) -> Row:
-    """Drafted against plain, and plain against plain beside it."""
+    """Texts with the drafter against those without, and how the plain server reads both again."""
     return {
         "requests": text.requests,
         "identical": text.identical,

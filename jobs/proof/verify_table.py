@@ -1,4 +1,4 @@
-"""What `flywheel verify` shows: the tables a person looks at."""
+"""What `flywheel verify` prints for people."""
 
 from statistics import median
 from typing import Any
@@ -10,7 +10,7 @@ SHOWN = 10
 
 
 def show(result: dict[str, Any]) -> None:
-    """The tables a person looks at."""
+    """Print tau, predicted speed-ups, the chosen K, measured speeds, and the evidence."""
     replayed, counted = result["tau_replay"], result["tau_served"]
     lines = [["pooled", replayed["pooled"], counted["pooled"]]]
     shown = list(replayed["domains"])[:SHOWN]
@@ -47,7 +47,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def show_evidence(result: dict[str, Any]) -> None:
-    """Rounds and texts: what agrees, what differs and by how much, which limit is exceeded."""
+    """Print what agrees in rounds and texts, what differs by how much, and exceeded limits."""
     greedy, compared = result["greedy"], result["comparison"]
     differing = compared["differences"][:SHOWN]
     if differing:

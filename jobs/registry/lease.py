@@ -1,4 +1,4 @@
-"""Who may move aliases: one process at a time."""
+"""A lock, so that only one process at a time moves aliases."""
 
 import contextlib
 import fcntl
@@ -14,15 +14,15 @@ LEASE_SECONDS = 60.0
 
 
 def who() -> str:
-    """user@host, as it stands in leases and promotion records."""
+    """user@host, as in leases and promotion records."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 @contextlib.contextmanager
 def lease(cfg: Config, seconds: float = LEASE_SECONDS) -> Iterator[None]:
-    """Be the only one who moves aliases of this work folder; waits up to `seconds`.
+    """Be the only process that moves aliases of this work folder; waits up to `seconds` for that.
 
-    A kernel lock on a file, so it ends with its process, however that ends. Raises ValueError
+    It is a kernel lock on a file, so it ends with its process, even a killed one. Raises ValueError
     naming the holder when the time is up.
     """
     path = cfg.path("promotions", ".lease")

@@ -1,9 +1,9 @@
 """Drafter versions in MLflow: registered once per identity, named by aliases, checked when opened.
 
-A version is the artifacts of a run: they are uploaded, read back and compared before it exists, and
-every reader compares them again. MLflow's aliases have no compare-and-set and no history, so
-whoever moves one holds `lease` and writes a record (store/promotions.py). Readers get an explicit
-version and its folder from `resolve`.
+The files of a version are artifacts of a run. They are uploaded, read back and compared before the
+version is created, and every reader compares them again. MLflow's aliases have no compare-and-set
+and no history, so whoever moves one holds `lease` and writes a record (store/promotions.py).
+Readers get a version number and its folder from `resolve`.
 """
 
 import contextlib
@@ -43,18 +43,19 @@ CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous", "challenger"
 BAD = "flywheel.bad"
 SHA256, COMPAT, FIELDS = "drafter.sha256", "vllm.compat", "vllm.compat.fields"
 OLD_SHA256 = "weights.sha256"
-"""What versions carry that were registered before the identity covered every file: the hash of
-model.safetensors alone."""
+"""The tag of versions from before the identity covered every file: the hash of model.safetensors
+alone."""
 
 
 MAX_TAG = 5000
-"""Characters of a tag of a version."""
+"""Most characters of a tag of a version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One registered drafter. `compat` are the fields behind its compat key; `bad` says why it
-    must not be champion again, or is empty. `old`: `sha256` is that of the weights file alone.
+    """One registered drafter. `compat` has the fields that its compat key is made from. `bad` says
+    why it must not become champion again, or is empty. `old`: `sha256` covers the weights file
+    alone.
     """
 
     number: str
@@ -98,7 +99,7 @@ class Registry:
     def current(self, alias: str) -> Version | None:
         """The version an alias names; None if there is no such alias (or no model yet)."""
         try:
-            # Asked for an absent alias, MLflow answers as it does for a name it refuses.
+            # Not get_model_version_by_alias: its error for an absent alias is that for a bad name.
             number = self.client.get_registered_model(self.model).aliases.get(alias)
         except MlflowFault as error:
             if error.code == "RESOURCE_DOES_NOT_EXIST":
@@ -114,15 +115,17 @@ class Registry:
             if error.code == "RESOURCE_DOES_NOT_EXIST":
                 return None
             raise
-        if found.old:  # what its folder is today, if that is what was registered
+        if found.old:  # replace its hash by today's identity, if its folder is unchanged
             with contextlib.suppress(ValueError):
                 return replace(found, sha256=drafter_sha256(self.open(found)), old=False)
         return found
 
     def register(self, folder: Path, tags: dict[str, str]) -> Version:
-        """The version of this drafter: the one that has its identity already, or a new one. Needs
-        the lease. `tags` (with SHA256 and FIELDS) are set anew on a known version: the latest
-        evaluation counts; its artifacts are looked at, and written again if they are not whole.
+        """The version of this drafter: the one with its identity, or a new one. Needs the lease.
+
+        `tags` (with SHA256 and FIELDS) are also set on a known version, since the latest evaluation
+        counts. Its artifacts are checked, and uploaded again if they are damaged. Raises ValueError
+        if an upload cannot be read back.
         """
         tags = {name: cut(value, MAX_TAG) for name, value in tags.items()}
         number = self._known(folder, tags[SHA256])
@@ -159,7 +162,7 @@ class Registry:
 
     def open(self, version: Version) -> Path:
         """The local folder of a version, downloaded if it is remote. Raises ValueError naming the
-        place when it is gone or holds another drafter than was registered.
+        folder if it is gone or does not hold the registered drafter.
         """
         hint = (
             f"version {version.number} of {self.model} cannot be used: restore the folder, "
@@ -185,8 +188,8 @@ class Registry:
         return folder
 
     def _known(self, folder: Path, sha256: str) -> str | None:
-        """The first version of this drafter. One that only knows its weights counts if its folder
-        is this drafter: what is marked bad stays so.
+        """The first version of this drafter. A version that has only the hash of the weights counts
+        if its folder holds this drafter; so one that was marked bad stays bad.
         """
         found = self._search(SHA256, sha256) or [
             number
@@ -201,7 +204,9 @@ class Registry:
         return [str(v.version) for v in found if v.name == self.model and v.tags[tag] == value]
 
     def _mend(self, version: Version, folder: Path, sha256: str) -> None:
-        """Write the artifacts of a version again where they are not this drafter any more."""
+        """Upload the artifacts of a version again if they are not this drafter any more. Raises
+        ValueError if they would end up in another place.
+        """
         if self._stored(version.source, sha256) == sha256:
             return
         source = self._upload(folder, sha256)[1]
@@ -213,8 +218,8 @@ class Registry:
             )
 
     def _upload(self, folder: Path, sha256: str) -> tuple[str, str]:
-        """(run id, source) of the artifacts that are this drafter, as they were read back; what an
-        interrupted upload left is written again.
+        """Upload the files and read them back; returns (run id, source). Complete artifacts are not
+        uploaded again. Raises ValueError if what was read back is not this drafter.
         """
         run_id = run_named(self.client, self.cfg, folder.name)
         where = f"drafters/{sha256[:16]}/{plain(folder.name)}"
@@ -231,13 +236,13 @@ class Registry:
             if found != sha256:
                 raise ValueError(
                     f"{source} holds {found[:12] or 'no drafter'} after the upload of {folder} "
-                    f"({sha256[:12]}): nothing was registered; see to the artifact store of "
+                    f"({sha256[:12]}): nothing was registered; check the artifact store of "
                     f"{self.cfg.mlflow_uri}, then run the same command again"
                 )
         return run_id, source
 
     def _stored(self, source: str, sha256: str) -> str:
-        """The identity of what lies at `source`, read from there; empty if that is no drafter."""
+        """The identity of the drafter at `source`, computed from its files; empty without one."""
         folder = _local(source) or self._download(source, self.cfg.path("downloads", sha256[:16]))
         try:
             return drafter_sha256(folder)
@@ -245,7 +250,7 @@ class Registry:
             return ""
 
     def _download(self, source: str, cache: Path) -> Path:
-        """`source` fetched anew into `cache`, where one process at a time writes."""
+        """Download `source` into `cache`, under a lock: one process at a time writes there."""
         cache.mkdir(parents=True, exist_ok=True)
         with open(cache / ".lock", "a") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -273,7 +278,7 @@ class Registry:
 
 
 def _local(source: str) -> Path | None:
-    """The path of a source that is one."""
+    """The path of a source that is a local folder; None for a remote one."""
     parts = urlparse(source)
     if parts.scheme not in ("", "file"):
         return None
@@ -285,7 +290,7 @@ def _same(folder: Path, version: Version) -> bool:
     try:
         if not version.old:
             return drafter_sha256(folder) == version.sha256
-        # Registered before the identity covered config.json: its fields stand in the tags.
+        # Registered before the identity covered config.json: compare its fields with the tags.
         fields = compat_fields(read_config(folder), version.compat.get("target_id", ""))
         known = json.loads(json.dumps(fields))
         return file_sha256(folder / WEIGHTS) == version.sha256 and all(
@@ -298,12 +303,12 @@ def _same(folder: Path, version: Version) -> bool:
 def resolve(cfg: Config, name: str) -> tuple[str, Path] | None:
     """(version number, local folder) of an alias or a version number, its drafter verified.
 
-    None when the alias names nothing ("no champion yet"): a server then keeps what it runs. Raises
-    ValueError for a number that does not exist and for a folder that is gone or was changed.
+    None when there is no such alias ("no champion yet"). Raises ValueError for a number that does
+    not exist, and for a folder that is gone or was changed.
     """
     file = sqlite_file(cfg)
     if file is not None and not file.exists():
-        return None  # a registry that was never written; asking would create it
+        return None  # nothing was ever registered; opening a client would create the file
     registry = Registry(cfg)
     version = registry.get(name) if name.isdigit() else registry.current(name)
     if version is None:

@@ -1,4 +1,4 @@
-"""What was tested and what not: one line per check, said even where nothing was done."""
+"""What was tested and what not: one line per check, also for a check that was not done."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ DIMENSIONS = (
     "shaped",
 )
 REASONS = 5
-"""Reasons for setting samples aside that are told, the most frequent ones."""
+"""Most reasons for setting samples aside that are shown: the most frequent ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A check: whether it was done, on what, and what it leaves open."""
+    """A check: whether it was done, on what data, and what it does not cover."""
 
     check: str
     done: str  # yes | no | failed
@@ -29,7 +29,7 @@ class Line:
 
 
 def lines(facts: Facts) -> list[Line]:
-    """Every check there is, done or not."""
+    """One line for every check, done or not."""
     return [
         _replay(facts),
         _leakage(facts),
@@ -74,7 +74,7 @@ def _replay(facts: Facts) -> Line:
 def _leakage(facts: Facts) -> Line:
     name, found = "held-out text apart from training text", facts.evaluation.get("leaking")
     if found is None:
-        return _line(name, False, "this evaluation did not look: run flywheel evaluate again")
+        return _line(name, False, "this evaluation did not check: run flywheel evaluate again")
     text = (
         f"{found['leaking']} of {found['samples']} held-out samples share their text with "
         "training samples"
@@ -83,7 +83,7 @@ def _leakage(facts: Facts) -> Line:
 
 
 def _set_aside(facts: Facts) -> Line:
-    """What neither training nor replay has seen."""
+    """Samples that neither training nor replay has used."""
     found = facts.set_aside
     reasons = "; ".join(f"{reason}: {found[reason]}" for reason in largest(found, REASONS))
     text = f"{sum(found.values())} samples were set aside by harvest, mostly {reasons}"
@@ -182,7 +182,7 @@ def _reference(facts: Facts) -> Line:
 
 
 def _text(facts: Facts) -> Line:
-    name = "the drafter leaves the text alone"
+    name = "the drafter does not change the text"
     if facts.verified is None:
         return _line(name, False, "flywheel verify does it")
     greedy = facts.verified["greedy"]

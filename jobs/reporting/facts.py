@@ -1,8 +1,8 @@
-"""What a work folder says about one evaluated drafter: the numbers behind its report.
+"""The numbers of a report: what a work folder has about one evaluated drafter.
 
-Values come from the questions in sql/, which treat replayed, decoded and served rows alike;
-intervals from jobs/evaluation/intervals.py over the same rows; slices and the comparison from the
-evaluation.
+Values come from the questions in sql/, which treat replayed, decoded and served rows alike.
+Intervals come from jobs/evaluation/intervals.py over the same rows. Slices and the comparison come
+from the evaluation.
 """
 
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ class Measured:
 
 
 class Facts:
-    """Read once. A drafter version is the first 12 digits of its identity, the hash of every file
-    that an engine reads of it.
+    """All facts, read once when it is created. A drafter version is the first 12 digits of the
+    drafter's identity, the hash of every file that an engine reads of it.
 
-    `k` is the number of draft tokens at which the drafter was served, else the largest replayed.
-    `verified` and `preflight` are the newest results for this drafter, or None; `methods` the
-    newest comparison of ways to draft for this target.
+    `k` is the number of draft tokens at which `verify` served the drafter, else the largest one
+    replayed. `verified` and `preflight` are the newest results for this drafter, or None. `methods`
+    is the newest comparison of ways to draft for this target, or None.
     """
 
     def __init__(self, cfg: Config, drafter_sha256: str) -> None:
@@ -86,7 +86,7 @@ class Facts:
     def measured(self, origin: str, k: int, version: str = "") -> Measured | None:
         """Greedy rows of `version` (default: the drafter itself), or None if there are none.
 
-        `k`: that of the page, or the largest of that drafter.
+        `k`: `self.k`, or the largest K of that version.
         """
         return self._measured[version or self.version, origin, k]
 
@@ -149,12 +149,12 @@ def newest_evaluated(cfg: Config) -> str:
 
 
 def pick(rows: Sequence[Row], **where: Any) -> list[Row]:
-    """The rows with these values."""
+    """The rows that have these values."""
     return [row for row in rows if all(row[name] == value for name, value in where.items())]
 
 
 def _set_aside(cfg: Config, target: str) -> dict[str, int]:
-    """{reason: samples} that harvest set aside."""
+    """{reason: number of samples} that harvest set aside for this target."""
     if not cfg.path("set_aside").is_dir():
         return {}
     query = """
@@ -192,6 +192,6 @@ def _newest_methods(cfg: Config, target: str) -> Row | None:
 
 
 def _read_all(folder: Path, key: str) -> list[Row]:
-    """The results in a folder, oldest first, each with at least `key`."""
+    """The results in a folder, oldest first. Raises ValueError for one without `key`."""
     paths = sorted(folder.glob("[!.]*.json"), key=lambda path: path.stat().st_mtime)
     return [read_json(path, [key]) for path in paths]

@@ -1,4 +1,4 @@
-"""The pictures of a report: which there are, from which numbers, and what they show in words."""
+"""The plots of a report: which there are, from which numbers, and their captions."""
 
 from collections.abc import Mapping
 
@@ -8,13 +8,13 @@ from jobs.reporting import plotting
 from jobs.reporting.facts import Facts, Measured, Row, pick
 
 MOST = 12
-"""Slices of one dimension in a picture, those with the most rounds; the table has all."""
+"""Most slices of one dimension in a plot, those with the most rounds; the table has more."""
 
 Picture = dict[str, str] | None
 
 
 def draw(facts: Facts) -> dict[str, dict[str, str]]:
-    """The pictures for which there are numbers: {id: {caption, svg}}."""
+    """The plots for which there are numbers: {id: {caption, svg}}."""
     at_k = {origin: facts.measured(origin, facts.k) for origin in ("replay", "served")}
     found = {origin: measured for origin, measured in at_k.items() if measured}
     return {
@@ -63,7 +63,7 @@ def _endings(facts: Facts, found: Mapping[str, Measured]) -> Picture:
 
 
 def endings(facts: Facts, origin: str) -> list[tuple[str, float]]:
-    """(how, share of rounds): rejected at draft 1, 2, ..., then ends that no draft decided."""
+    """(how rounds end, share of rounds): at a rejected draft 1, 2, ..., then for other reasons."""
     where = {
         "drafter_version": facts.version,
         "origin": origin,

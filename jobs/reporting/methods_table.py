@@ -1,4 +1,4 @@
-"""The table of `flywheel methods`, as it is printed and as it stands on the page."""
+"""The table of `flywheel methods`, as it is printed and as it is on the page."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from jobs.base.console import short_name
 
 Row = dict[str, Any]
 MOST = 8
-"""Domains with a column of their own: the first ones; the result has all."""
+"""Most domains with their own column: the first ones. The kept result has all."""
 
 
 def columns(result: Row) -> list[str]:
-    """Titles; the seconds are those from request to answer."""
+    """Titles of the columns. Seconds are those from request to answer."""
     none = result["methods"][0]
     concurrencies = [one["concurrency"] for one in none["speeds"]]
     return [
@@ -25,7 +25,7 @@ def columns(result: Row) -> list[str]:
 
 
 def lines(result: Row) -> list[list[Any]]:
-    """A line per method, or why there is none; cells as in `columns`."""
+    """One line per method, with cells as in `columns`, or why it was not measured."""
     width = len(columns(result))
     return [table_line(row, width) for row in result["methods"]]
 

@@ -1,4 +1,4 @@
-"""The page itself: facts through the template, to <work>/reports and to MLflow."""
+"""The page: rendered from facts and a template, written to <work>/reports and to MLflow."""
 
 import os
 import platform
@@ -21,9 +21,9 @@ from store.files import commit
 
 
 def publish(cfg: Config, drafter_sha256: str) -> Path | None:
-    """Write <work>/reports/<drafter>.html in one step and attach it to the drafter's MLflow run.
+    """Write <work>/reports/<drafter>.html atomically and attach it to the drafter's MLflow run.
 
-    None for a drafter that was never evaluated: there is nothing to write about.
+    Returns its path; None for a drafter that was never evaluated, which gets no page.
     """
     if not evaluated(cfg, drafter_sha256):
         return None
@@ -38,7 +38,7 @@ def publish(cfg: Config, drafter_sha256: str) -> Path | None:
 
 
 def render(cfg: Config, facts: Facts) -> str:
-    """The page as text."""
+    """The page as HTML text."""
     environment = Environment(
         loader=PackageLoader("jobs.reporting", ""),
         autoescape=True,
@@ -74,14 +74,14 @@ def render(cfg: Config, facts: Facts) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What stands in the page for a value: texts without characters that turn or hide others."""
+    """A value as it is put into the page: control and text-direction characters are escaped."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return visible(value, lines=True)
     return value
 
 
 def interval(ci: list[float] | None, digits: int = 3) -> str:
-    """[1, 2.5] -> "1.000 to 2.500"; an interval that could not be given says so."""
+    """[1, 2.5] -> "1.000 to 2.500"; None -> "too few conversations"."""
     if ci is None:
         return "too few conversations"
     low, high = ci

@@ -1,9 +1,9 @@
-"""The pictures of the report, each a function from numbers to an inline SVG.
+"""The plots of the report, each a function from numbers to an inline SVG.
 
-Drawn small (4.2 inches wide) with readable type: a page scales them up on a screen and keeps them
-legible on a phone. Replayed and served rows, and the baseline, look the same everywhere. Colors are
-CSS variables with the drawn color behind them, so that a page can be dark. Names come from outside:
-none is read as a formula, as a color or as a mark of the drawing library.
+They are drawn small (4.2 inches wide) with readable type: a page scales them up on a screen, and
+they stay legible on a phone. Replayed and served rows, and the baseline, look the same everywhere.
+Colors are CSS variables, with the drawn color as default, so that a page can have a dark theme.
+Names come from outside: none is read as a formula, as a color or as matplotlib markup.
 """
 
 import io
@@ -39,7 +39,7 @@ STYLE: dict[str, dict[str, Any]] = {
 RC: dict[Any, Any] = {
     "font.size": 10,
     "font.family": "sans-serif",
-    "text.parse_math": False,  # $ is a letter
+    "text.parse_math": False,  # a $ in a name is an ordinary character
     "svg.fonttype": "none",  # text stays text: searchable, and in the reader's own font
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -52,7 +52,7 @@ RC: dict[Any, Any] = {
     "lines.markersize": 5,
 }
 LONGEST = 20
-"""Letters of a slice's name that fit beside a picture."""
+"""Most characters of a slice's name that fit beside a plot."""
 
 Interval = list[float] | None
 Point = tuple[str, float, Interval]
@@ -60,7 +60,9 @@ Point = tuple[str, float, Interval]
 
 
 def lines_by_position(lines: Mapping[str, tuple[Sequence[float], Sequence[Interval]]]) -> str:
-    """Share of rounds in which draft k was accepted, with intervals; `lines` by STYLE."""
+    """Share of rounds in which draft k was accepted, with intervals; the keys of `lines` are those
+    of STYLE.
+    """
     with _style("positions"):
         figure, axes = _figure()
         for i, (name, (values, intervals)) in enumerate(lines.items()):
@@ -99,7 +101,7 @@ def bars_by_domain(taus: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def waterfall(endings: Sequence[tuple[str, float]]) -> str:
-    """(how a round ended, share of rounds) in order: every bar begins where the last one ended."""
+    """(how a round ended, share of rounds) in order. Every bar starts where the one before ends."""
     with _style("endings"):
         figure, axes = _figure(0.7 + 0.26 * len(endings))
         left = 1.0
@@ -121,9 +123,9 @@ def waterfall(endings: Sequence[tuple[str, float]]) -> str:
 def forest(
     groups: Mapping[str, Sequence[Point]], label: str, at: float, baseline: Mapping[str, Any]
 ) -> str:
-    """Values with intervals, a row each, below the name of their group; a line at `at`.
+    """Values with intervals, one row each, below the name of their group; a vertical line at `at`.
 
-    `baseline[group][name]`: the value of the other drafter, where there is one.
+    `baseline[group][name]`: the value of the other drafter, if there is one.
     """
     rows = list(_rows(groups))
     with _style(label):
@@ -149,7 +151,9 @@ def forest(
 
 
 def lines_by_k(taus: Mapping[str, Mapping[int, float]], model: Mapping[int, float]) -> str:
-    """Acceptance length against the number of draft tokens, by STYLE; `model`: one chance alpha."""
+    """Acceptance length against the number of draft tokens; keys of `taus` are those of STYLE.
+    `model`: tau by K if every draft is accepted with one chance alpha.
+    """
     with _style("k"):
         figure, axes = _figure()
         axes.plot(list(model), list(model.values()), color=FAINT, label="one chance, fitted")
@@ -167,8 +171,8 @@ def lines_by_k(taus: Mapping[str, Mapping[int, float]], model: Mapping[int, floa
 def speedups(
     predicted: Mapping[int, Mapping[int, float]], measured: Mapping[int, tuple[int, float]]
 ) -> str:
-    """Tokens per second against no drafter: predicted for every K (lines, by batch size), and
-    measured with the chosen K (`measured[batch]`: K, ratio; filled).
+    """Tokens per second relative to no drafter: predicted for every K (a line per batch size), and
+    measured with the chosen K (`measured[batch]`: K, ratio; filled markers).
     """
     with _style("speed"):
         figure, axes = _figure()
@@ -190,7 +194,7 @@ def speedups(
 def training_curves(
     losses: Sequence[tuple[int, float]], taus: Mapping[str, Sequence[tuple[int, float]]]
 ) -> str:
-    """Loss of each step, thin, with its running mean; and replayed val tau by domain, below."""
+    """Above: loss of each step (thin) and its running mean. Below: replayed val tau by domain."""
     with _style("training"):
         figure = Figure(figsize=(4.2, 4.2), layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True)
@@ -221,7 +225,7 @@ def _rows(groups: Mapping[str, Sequence[Point]]) -> Iterator[tuple[str, Point | 
 
 
 def _ticks(ks: Sequence[int]) -> list[int]:
-    """At most 8 of them: labels of two digits touch on a phone."""
+    """At most 8 of `ks`: with more, labels of two digits touch on a phone."""
     return list(ks[:: 1 + (len(ks) - 1) // 8])
 
 
@@ -230,7 +234,7 @@ def _short(name: str) -> str:
 
 
 def _entry(name: str) -> str:
-    """A name for a legend, which leaves out what begins with an underscore."""
+    """A name for a legend; matplotlib leaves out names that begin with an underscore."""
     return f" {_short(name)}" if name.startswith("_") else _short(name)
 
 
@@ -240,10 +244,10 @@ def _legend_above(axes: Any, columns: int) -> None:
 
 @contextmanager
 def _style(name: str) -> Iterator[None]:
-    """Our settings; the name keeps the ids inside one picture apart from those of another."""
+    """Our settings of matplotlib. `name` keeps the ids inside one SVG distinct from other SVGs."""
     settings: dict[Any, Any] = {**RC, "svg.hashsalt": name}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
-        # Its fonts only measure here. What they lack, the reader's own have.
+        # Matplotlib's fonts only measure the text here; a reader's own fonts show it.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         yield
 
@@ -258,7 +262,7 @@ def _no_drafter(axes: Any) -> None:
 
 
 def _svg(figure: Figure) -> str:
-    """The figure without XML prologue and without a date: the same numbers, the same bytes."""
+    """The figure without XML prologue and date: the same numbers always give the same bytes."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
     text = stream.getvalue()
@@ -267,5 +271,5 @@ def _svg(figure: Figure) -> str:
 
 
 def _themed(tag: re.Match[str]) -> str:
-    """A tag, not the text between tags, with the colors of a page."""
+    """A tag with its colors replaced by the page's; text between tags is not touched."""
     return COLOR.sub(lambda color: THEME[color[0]], tag[0])

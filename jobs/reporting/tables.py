@@ -27,7 +27,7 @@ def lead(facts: Facts) -> str:
 
 
 def headline(facts: Facts) -> list[tuple[str, Measured]]:
-    """(name, numbers) of greedy rows: this drafter at the served and the largest K, the baseline
+    """(name, numbers) of greedy rows: this drafter at the served K and at its largest, the baseline
     at its largest.
     """
     ks = {version: [k] for version, k in facts.largest.items()}
@@ -42,12 +42,12 @@ def _name(facts: Facts, version: str) -> str:
 
 
 def verdict(facts: Facts) -> str:
-    """Champion against challenger in one sentence."""
+    """This drafter against the baseline of its evaluation, in one sentence."""
     baseline = facts.baseline
     if baseline is None:
         return (
-            "When this drafter was evaluated there was no champion to compare it with: it stands "
-            "against no drafter, tau 1."
+            "When this drafter was evaluated there was no champion to compare it with: it is "
+            "compared with serving without a drafter, tau 1."
         )
     if baseline["delta_ci"] is None:
         return (
@@ -65,7 +65,7 @@ def verdict(facts: Facts) -> str:
 
 
 def leakage(facts: Facts) -> str:
-    """A warning where training has seen held-out text; empty where it has not, or nobody looked."""
+    """A warning if training has seen held-out text; empty if not, or if that was not checked."""
     found = facts.evaluation.get("leaking")
     if not found or not found["leaking"]:
         return ""
@@ -76,7 +76,7 @@ def leakage(facts: Facts) -> str:
 
 
 def verified_faults(facts: Facts) -> list[str]:
-    """Why the newest `flywheel verify` of the drafter failed; empty where it did not."""
+    """Why the newest `flywheel verify` of the drafter failed; [] if it did not."""
     verified = facts.verified or {}
     if verified.get("ok", True):
         return []
@@ -84,7 +84,7 @@ def verified_faults(facts: Facts) -> list[str]:
 
 
 def power(facts: Facts) -> str:
-    """What so many conversations can tell apart, and how many a decision needs."""
+    """Which gain so many conversations can detect, and how many a smaller gain needs."""
     baseline = facts.baseline
     if baseline is None or baseline["detectable"] is None:
         return ""
@@ -135,7 +135,7 @@ def _slice_row(dimension: str, name: str, part: Row, gain: Row | None) -> Row:
 
 
 def k_table(facts: Facts) -> list[Row]:
-    """By K: tau, what its last draft adds, the one-chance model, predicted speed-ups."""
+    """For each K: tau, what its last draft adds, the model with one chance, predicted speed-ups."""
     evaluation, before, rows = facts.evaluation, 1.0, []
     speed = facts.verified["predicted"] if facts.verified else {}
     for k, tau in evaluation["tau_by_k"].items():
@@ -154,22 +154,22 @@ def k_table(facts: Facts) -> list[Row]:
 
 
 def k_advice(facts: Facts) -> list[str]:
-    """Which K to serve with, or what is missing to say so."""
+    """Which K to serve with, or what is missing to recommend one."""
     verified = facts.verified
     if verified is None:
         return [
-            "No K is recommended: it hangs on what a round costs on your machine, which was not "
-            "measured. flywheel verify measures it. Until then: K pays while a round costs less "
-            "than tau plain steps."
+            "No K is recommended: the best K depends on what a round costs on your machine, which "
+            "was not measured. flywheel verify measures it. Until then: K drafts pay off while a "
+            "round costs less than tau plain steps."
         ]
     if verified_faults(facts):
         return [
-            "No K is recommended: the drafter failed flywheel verify, and what it measured then "
+            "No K is recommended: the drafter failed flywheel verify, so what verify measured "
             "decides nothing."
         ]
     if not verified["costs"]:
         chosen = ", ".join(map(str, verified["k_by_batch_size"]))
-        return [f"K was set by hand (serve.k): {chosen}. No cost was measured, nothing chosen."]
+        return [f"K was set by hand (serve.k): {chosen}. No cost was measured."]
     common, by_slice = verified["k_by_batch_size"], verified.get("k_by_slice", {})
     others = [(name, ks) for name, ks in by_slice.items() if ks != common]
     lines = [f"Serve with {_by_batch(common)}."]
@@ -207,14 +207,14 @@ def served(facts: Facts) -> list[tuple[str, str]]:
     ]
     return [
         ("result", "failed" if verified_faults(facts) else "passed"),
-        ("tau that vLLM itself states, drafts behind the end of text included", _tau(verified)),
+        ("tau by vLLM's own counts, drafts after the end of text included", _tau(verified)),
         *speeds,
         ("greedy texts compared with and without the drafter", str(greedy["requests"])),
         ("identical", str(greedy["identical"])),
         ("differing at a near tie", str(greedy["near_ties"])),
         ("differing otherwise", str(greedy["different"])),
         ("requests replayed on the text that was served", str(verified["same_text"]["requests"])),
-        ("of these, served in the replayed rounds", str(verified["same_text"]["identical_rounds"])),
+        ("of these, in the same rounds as replay", str(verified["same_text"]["identical_rounds"])),
         ("requests walked by the reference decoder", str(reference["requests"])),
         ("identical to replay in every round", str(reference["identical"])),
     ]

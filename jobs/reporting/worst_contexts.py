@@ -1,9 +1,9 @@
 """Where a drafter fails longest: stretches of rounds that accepted nothing, with masked text.
 
-Traffic is stored as it was served: ids name what people wrote. A page travels further than the
-store, so of the text around such a stretch only words are shown that answers of several
-conversations write in lower case, and no word with a digit; all others become asterisks. Names are
-shared by many conversations, too, but not in lower case.
+Traffic is stored as it was served, so its token ids can be decoded to what people wrote. A page is
+passed on to more people than the store. So of the text around such a stretch only common words are
+shown: those without a digit that the answers of several conversations write in lower case. All
+others become asterisks. Names may be shared by many conversations, but not in lower case.
 """
 
 import re
@@ -22,19 +22,19 @@ from store.shards import read_dataset
 from store.traffic_table import read_traffic
 
 SHOWN, BEFORE, AFTER = 6, 24, 8
-"""Examples on a page; tokens around a stretch."""
+"""Examples on a page; tokens that are shown before and after a stretch."""
 LOOKED_AT = 2000
-"""Answers that decide which words are common: in the order of a hash, so as good as drawn."""
+"""Answers that decide which words are common: the first in the order of a hash, a random choice."""
 
 WORD = re.compile(r"\w+")
 Row = dict[str, Any]
 Stretch = tuple[int, int]
-"""Half-open span over the output tokens that rounds without an accepted draft gave."""
+"""Half-open span of the output tokens that came from rounds without an accepted draft."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """Masked text around the tokens [start, end) of an answer that came one round each."""
+    """Masked text around tokens [start, end) of an answer, each of which took its own round."""
 
     domain: str
     start: int
@@ -45,9 +45,9 @@ class Example:
 
 
 def worst_contexts(cfg: Config, target: str, version: str, k: int) -> list[Example] | None:
-    """The longest stretch of each of the worst conversations, greedy replay with K drafts.
+    """The longest stretch of each of the worst conversations, in greedy replay with `k` drafts.
 
-    None if the target folder has no tokenizer.
+    None if the target folder has no tokenizer.json.
     """
     if not (cfg.target_path / "tokenizer.json").is_file():
         return None
@@ -71,8 +71,9 @@ def worst_contexts(cfg: Config, target: str, version: str, k: int) -> list[Examp
 def longest_stretch(accepted: Sequence[int]) -> Stretch:
     """Output tokens of the longest run of rounds that accepted nothing; (1, 1) if there is none.
 
-    The last round does not count: the end of the answer may have cut it. Output token 0 is
-    prefill's. [2, 0, 0, 1]: the first round gives tokens 1..3, so (4, 6).
+    The last round does not count: the end of the answer may have cut it. Output token 0 comes from
+    the prefill. Example: in [2, 0, 0, 1] the first round gives tokens 1..3, so the result is
+    (4, 6).
     """
     best, start, at = (1, 1), 1, 1
     for count in accepted[:-1]:
@@ -85,7 +86,10 @@ def longest_stretch(accepted: Sequence[int]) -> Stretch:
 
 
 def common_words(answers: Iterable[tuple[str, str]]) -> set[str]:
-    """Lower-case words without digits in answers (conversation, text) of FEWEST conversations."""
+    """Lower-case words without digits that answers of at least FEWEST conversations have.
+
+    answers: (conversation, text).
+    """
     seen: dict[str, set[str]] = {}
     for conversation, text in answers:
         seen.setdefault(conversation, set()).update(WORD.findall(text))
@@ -98,7 +102,7 @@ def _plain(word: str) -> bool:
 
 
 def masked(text: str, common: set[str]) -> str:
-    """The text with every other word as asterisks, of the same length."""
+    """The text with each word that is not common replaced by as many asterisks."""
 
     def shown(word: re.Match[str]) -> str:
         return word[0] if word[0].lower() in common else "*" * len(word[0])
@@ -115,7 +119,7 @@ def _greedy_replay(cfg: Config, target: str, version: str, k: int) -> list[Row]:
 
 
 def _worst(rows: Iterable[Row]) -> list[tuple[Row, Stretch]]:
-    """The SHOWN longest stretches, one of a conversation."""
+    """The SHOWN longest stretches, at most one per conversation."""
     found = [(row, longest_stretch(row["accepted"])) for row in rows]
     found.sort(key=lambda one: (one[1][0] - one[1][1], one[0]["sample_id"]))
     best: dict[str, tuple[Row, Stretch]] = {}
@@ -128,7 +132,7 @@ def _worst(rows: Iterable[Row]) -> list[tuple[Row, Stretch]]:
 def _example(
     tokenizer: Any, common: set[str], domain: str, output: list[int], stretch: Stretch
 ) -> Example:
-    """Masked as a whole, then cut where the tokens are: no word is judged by half of it."""
+    """Mask the whole answer first and then cut it at the tokens: so no word is judged by a part."""
     start, end = stretch
     places = (max(0, start - BEFORE), start, end, end + AFTER)
     text = masked(_text(tokenizer, output), common)

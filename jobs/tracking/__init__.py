@@ -1,3 +1,3 @@
-"""MLflow as we use it: one client whose failures are one message, and the runs of training.
+"""MLflow as we use it: a client that turns every failure into one message, and training runs.
 `registry`, `training` and `reporting` import it; it imports `base`.
 """

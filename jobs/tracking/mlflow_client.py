@@ -1,4 +1,4 @@
-"""MLflow's client, opened so that what fails is one message and what is text stays text."""
+"""MLflow's client: its failures become one message, and any text can be a name or a value."""
 
 import contextlib
 import fcntl
@@ -32,11 +32,11 @@ HINTS = {
     "401": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
     "PERMISSION_DENIED": "ask for the right to write there, or name another in mlflow.uri",
 }
-"""What a message of MLflow or the database contains, and what to do."""
+"""Part of a message of MLflow or its database -> what to do about it."""
 
 
 class MlflowFault(ValueError):
-    """A call of MLflow that failed; `code` is MLflow's own, such as RESOURCE_DOES_NOT_EXIST."""
+    """A call of MLflow failed; `code` is MLflow's own, such as RESOURCE_DOES_NOT_EXIST."""
 
     def __init__(self, message: str, code: str = ""):
         super().__init__(message)
@@ -64,7 +64,7 @@ class _Told:
 
 @contextlib.contextmanager
 def told(uri: str) -> Iterator[None]:
-    """Turn what MLflow, its database or its server raise into an MlflowFault about `uri`."""
+    """Turn errors of MLflow, its database or its server into an MlflowFault about `uri`."""
     try:
         yield
     except (MlflowException, SQLAlchemyError, CommandError, requests.RequestException) as error:
@@ -76,15 +76,15 @@ def told(uri: str) -> Iterator[None]:
 
 
 def shown(uri: str) -> str:
-    """A URI without the user and password in it."""
+    """The URI without user name and password."""
     return re.sub(r"//[^/@]*@", "//", uri)
 
 
 def open_client(cfg: Config) -> MlflowClient:
-    """A client of mlflow.uri for runs and registry, its database made if there is none.
+    """A client of mlflow.uri for runs and registry; creates the database if there is none.
 
-    Raises MlflowFault if no server answers or the file is no database; MLflow would try for
-    minutes.
+    Raises MlflowFault if no server answers or the file is not a database. MLflow alone would retry
+    for minutes.
     """
     uri = cfg.mlflow_uri
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for JSON
@@ -97,28 +97,28 @@ def open_client(cfg: Config) -> MlflowClient:
         _check_sqlite(file)
     with _alone(file), told(uri):
         client = MlflowClient(uri, uri)
-        client.search_registered_models(max_results=1)  # makes the registry's half of the tables
+        client.search_registered_models(max_results=1)  # makes MLflow create the registry's tables
     return cast(MlflowClient, _Told(client, uri))
 
 
 def sqlite_file(cfg: Config) -> Path | None:
-    """The file of an SQLite mlflow.uri."""
+    """The file of an SQLite mlflow.uri; None for any other URI."""
     path = cfg.mlflow_uri.partition("?")[0].removeprefix("sqlite:///")
     return None if path == cfg.mlflow_uri or path == ":memory:" else Path(path)
 
 
 def equals(column: str, value: str) -> str:
-    """A filter clause that finds what has this text, whatever is in it; MLflow's filters know no
-    escape. Compare what it finds: each sign that is no letter, digit, space, dot or dash stands for
-    any sign.
+    """A filter clause that finds rows with this text, whatever characters it has. MLflow's filters
+    have no escapes, so each character other than a letter, digit, space, dot or dash becomes a
+    wildcard. The caller must compare what it finds with the text.
     """
     pattern = re.sub(r"[^\w. -]", "_", value)
     return f"{column} LIKE '{pattern}'"
 
 
 def plain(text: str) -> str:
-    """Any text as a part of a metric name or artifact path: other characters are replaced and what
-    is long is cut; a hash keeps such names apart.
+    """Any text as part of a metric name or artifact path. Characters that MLflow refuses are
+    replaced and long texts are cut; a hash then keeps the names distinct.
     """
     name = re.sub(r"[^\w\-. :]", "_", text)[:100]
     changed = name != text or not name.strip(".")
@@ -126,8 +126,8 @@ def plain(text: str) -> str:
 
 
 def cut(value: Any, limit: int) -> str:
-    """Any value as text that a database takes, of at most `limit` characters; a hash keeps cut
-    texts apart.
+    """Any value as text that a database accepts, of at most `limit` characters. A hash keeps cut
+    texts distinct.
     """
     text = str(value).replace("\0", "\ufffd").encode("utf-8", "replace").decode()
     return text if len(text) <= limit else f"{text[: limit - 20]}... {short_hash(text)}"
@@ -135,7 +135,7 @@ def cut(value: Any, limit: int) -> str:
 
 def _check_server(uri: str) -> None:
     try:
-        with contextlib.suppress(requests.exceptions.SSLError):  # it answers, at least
+        with contextlib.suppress(requests.exceptions.SSLError):  # even then a server answers
             requests.get(f"{uri.rstrip('/')}/health", timeout=10)
     except requests.exceptions.RequestException as error:
         raise MlflowFault(
@@ -155,7 +155,7 @@ def _check_sqlite(file: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(file: Path | None) -> Iterator[None]:
-    """Be the only process that opens an SQLite file: two would both make its tables."""
+    """Be the only process that opens an SQLite file: two at once would both create its tables."""
     if file is None:
         yield
         return
@@ -166,7 +166,7 @@ def _alone(file: Path | None) -> Iterator[None]:
         except OSError:
             if not file.is_file():
                 raise
-            stream = None  # nobody can make tables where nobody can write
+            stream = None  # a read-only folder: no process can create tables there
         if stream is not None:
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield

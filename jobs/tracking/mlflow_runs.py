@@ -1,6 +1,6 @@
 """Training runs in MLflow: one run per run name, resumed when the training resumes.
 
-The client is that of jobs/tracking/mlflow_client.py: what fails there is a message.
+The client is that of jobs/tracking/mlflow_client.py: it raises MlflowFault.
 """
 
 import time
@@ -26,18 +26,18 @@ from store.ids import short_hash
 
 RUN = "flywheel.run"
 MAX_PARAM, MAX_TAG = 6000, 8000
-"""Characters of a parameter and of a tag that MLflow takes."""
+"""Most characters that MLflow takes of a parameter and of a tag."""
 
 
 class Tracker:
-    """Writes to one MLflow run. Safe to pickle apart: a worker joins by run id."""
+    """Writes to one MLflow run. It is not pickled: a worker opens its own by run id (`join`)."""
 
     def __init__(self, client: MlflowClient, run_id: str):
         self.client, self.run_id = client, run_id
 
     @classmethod
     def start(cls, cfg: Config, name: str, inputs: dict[str, Any]) -> "Tracker":
-        """The run named `name`, created with its dataset input if it does not exist."""
+        """The run named `name`, set to RUNNING; created with its dataset input if it is new."""
         client = open_client(cfg)
         experiment = experiment_id(client, cfg)
         found = _find_run(client, experiment, name)
@@ -55,7 +55,7 @@ class Tracker:
 
     @classmethod
     def unfinished(cls, cfg: Config, name: str) -> "Tracker | None":
-        """The run named `name` if it was interrupted."""
+        """The run named `name` if it exists and is not finished, else None."""
         client = open_client(cfg)
         found = _find_run(client, experiment_id(client, cfg), name)
         if found is None or found.info.status == "FINISHED":
@@ -64,11 +64,13 @@ class Tracker:
 
     @classmethod
     def join(cls, cfg: Config, run_id: str) -> "Tracker":
-        """The same run from a worker."""
+        """Open the same run in a worker."""
         return cls(open_client(cfg), run_id)
 
     def describe(self, params: dict[str, Any], tags: dict[str, Any], config: str) -> None:
-        """Parameters (the same again is accepted), tags (how it runs now) and the configuration."""
+        """Log parameters (logging equal ones again is no error), tags (how the run is executed now)
+        and the configuration.
+        """
         for name, value in params.items():
             self.client.log_param(self.run_id, name, cut(value, MAX_PARAM))
         for name, value in tags.items():
@@ -76,7 +78,9 @@ class Tracker:
         self.client.log_text(self.run_id, config, "config.yaml")
 
     def log(self, step: int, history: list[dict[str, float]], values: dict[str, float]) -> None:
-        """Metrics of each of the last steps up to `step`, and further values of this step."""
+        """Log the metrics in `history`, one entry for each of the last steps up to `step`, and
+        further values of `step`.
+        """
         first = step - len(history)
         metrics = [
             Metric(name, value, _now(), first + i + 1)
@@ -88,7 +92,7 @@ class Tracker:
             self.client.log_batch(self.run_id, metrics[start : start + 1000])
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of a metric by step; what a resumed run computed twice stands once."""
+        """(step, value) of a metric by step; a step that a resumed run repeated is there once."""
         history = self.client.get_metric_history(self.run_id, metric_name(name))
         return sorted({metric.step: metric.value for metric in history}.items())
 
@@ -98,7 +102,7 @@ class Tracker:
 
     @contextmanager
     def system_metrics(self) -> Iterator[None]:
-        """MLflow's own CPU, memory, disk, network and GPU metrics of this machine, meanwhile."""
+        """During the block, log MLflow's CPU, memory, disk, network and GPU metrics."""
         monitor = SystemMetricsMonitor(
             self.run_id, resume_logging=True, tracking_uri=self.client.tracking_uri
         )
@@ -114,8 +118,8 @@ class Tracker:
 
 
 def run_named(client: MlflowClient, cfg: Config, name: str) -> str:
-    """The id of the run named `name`: that of its training, or a new one for a drafter that was
-    trained elsewhere.
+    """The id of the run named `name`: that of the training run, or of a new one for a drafter that
+    was trained elsewhere.
     """
     experiment = experiment_id(client, cfg)
     found = _find_run(client, experiment, name)
@@ -134,8 +138,8 @@ def attach(cfg: Config, name: str, file: Path, folder: str) -> None:
 
 
 def metric_name(name: str) -> str:
-    """A name such as `val_tau/<domain>` as MLflow takes it: of the domain, which may be any text,
-    other characters are replaced and what is long is cut; a hash keeps such names apart.
+    """A name such as `val_tau/<domain>` in a form that MLflow takes: the domain, which may be any
+    text, goes through `plain`.
     """
     kind, slash, domain = name.partition("/")
     return kind + slash + (plain(domain) if slash else "")
@@ -152,9 +156,9 @@ def _now() -> int:
 
 
 def experiment_id(client: MlflowClient, cfg: Config) -> str:
-    """The configured experiment, created with its artifact root if absent.
+    """The id of the configured experiment, created with its artifact root if absent.
 
-    Raises ValueError if it was deleted, which keeps its name taken.
+    Raises ValueError if it was deleted: MLflow still reserves its name.
     """
     found = client.get_experiment_by_name(cfg.mlflow.experiment)
     if found is not None:

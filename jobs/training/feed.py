@@ -1,5 +1,5 @@
-"""What a training worker reads: samples in the order of the mix, features when they are needed,
-and the batches of the next step while this one is computed.
+"""What a training worker reads: samples in the order of the mix, and their features when they are
+needed. The next step's batches are made while this step is computed.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -27,20 +27,20 @@ NO_FEATURES = torch.empty(0, 0, dtype=torch.bfloat16)
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Samples without features: `num_main` of the adapted domain (or all), then the others."""
+    """Samples without features: first `num_main` of train.domain (or all), then the others."""
 
     samples: list[Sample]
     num_main: int
     share: float
     """Share of the picks that come from the others (dflash/domain_mix.py)."""
     block_tokens: list[float]
-    """Supervised slots that a visit of each sample gives on average."""
+    """Mean supervised slots that each sample gives when it is drawn once."""
     num_skipped: int
-    """Samples without an anchor: no two supervised tokens in a row."""
+    """Samples that were left out: without two supervised tokens in a row they have no anchor."""
     digests: dict[str, bytes]
-    """Of the token ids of each sample, uncut: its features must have been made from them."""
+    """Digest of the uncut token ids of each sample: its features must have been made from them."""
     num_cut: int
-    """Samples of which train.max_length leaves the start only."""
+    """Samples that train.max_length shortens to their beginning."""
 
     @property
     def lengths(self) -> list[int]:
@@ -49,8 +49,9 @@ class TrainingSet:
 
 
 def training_set(cfg: Config, pin: Pin, num_drafts: int) -> TrainingSet:
-    """The pinned train samples, cut to what train.domain and train.mix ask for, with the target's
-    log-probabilities if train.loss needs them, samples cut to train.max_length; reads no features.
+    """The pinned train samples that train.domain and train.mix ask for, each cut to
+    train.max_length, with the target's log-probabilities if train.loss needs them. Reads no
+    features.
 
     Raises ValueError if no sample has an anchor, and for a domain or mix without samples.
     """
@@ -98,7 +99,7 @@ def val_rows(cfg: Config, pin: Pin) -> list[dict[str, Any]]:
 
 
 def val_requests(cfg: Config, pin: Pin) -> list[tuple[str, Request]]:
-    """(domain, request) of `val_rows`, with features."""
+    """(domain, request with features) of `val_rows`."""
     rows = val_rows(cfg, pin)
     digests = {
         row["sample_id"]: ids_digest([*row["prompt_ids"], *row["output_ids"]]) for row in rows
@@ -108,17 +109,17 @@ def val_requests(cfg: Config, pin: Pin) -> list[tuple[str, Request]]:
 
 
 def read_rows(cfg: Config, pinned: Sequence[PinnedRow]) -> Iterator[dict[str, Any]]:
-    """Token rows of pinned samples."""
+    """The pinned samples with their prompt and output ids."""
     return pinned_rows(cfg, pinned, ["prompt_ids", "output_ids"])
 
 
 def feature_cache(
     cfg: Config, pin: Pin, digests: Mapping[str, bytes], budget: float, max_length: int = 0
 ) -> FeatureCache:
-    """The features of these samples (`ids_digest`s of their tokens by sample id), cut as theirs
-    are; `budget` bytes of them stay in memory.
+    """The features of the samples in `digests` (sample id -> `ids_digest` of its tokens), cut to
+    `max_length` tokens; 0: uncut. At most `budget` bytes of them are kept in memory.
 
-    Of files that hold the same sample the pinned one counts.
+    If several files hold a sample, the file named in the pin is used.
     """
     identity, files = target_id(cfg.target_path), set(pin.files)
     return FeatureCache(
@@ -133,7 +134,7 @@ def feature_cache(
 
 
 class LazySamples(Sequence[Sample]):
-    """The samples of a training set, each with its features when it is taken."""
+    """The samples of a training set. A sample's features are read when it is taken."""
 
     def __init__(self, samples: Sequence[Sample], features: FeatureCache):
         self.samples, self.features = samples, features
@@ -147,7 +148,7 @@ class LazySamples(Sequence[Sample]):
 
 
 def prefetched(make: Callable[[int], T], steps: Iterable[int]) -> Generator[T, None, None]:
-    """make(step) for every step, the next one made by a thread while the caller uses this one."""
+    """make(step) for every step. A thread makes the next one while the caller uses this one."""
     with ThreadPoolExecutor(1, thread_name_prefix="feed") as pool:
         waiting = None
         for step in steps:

@@ -1,8 +1,8 @@
 """The training loop of one Ray Train worker (rank).
 
-Everything random follows from (seed, step), so a state needs no random numbers and a run continues
-at another number of workers. What a rank computes are sums; they are divided once, by the weight
-of the whole step, after ranks and micro-batches are added up.
+All randomness is derived from (seed, step). So a state need not keep random generators, and a run
+can be resumed with another number of workers. Each rank computes sums. They are added up over ranks
+and micro-batches, and divided once by the weight of the whole step.
 """
 
 import resource
@@ -72,30 +72,30 @@ from jobs.training.validation import Choice, as_exported, replay_val
 
 
 def worker(config: dict[str, Any]) -> None:
-    """One rank, as Ray Train calls it; a restarted group continues from the newest state."""
+    """One rank, as Ray Train calls it. A restarted group continues from the newest state."""
     cfg, name, context = config["cfg"], config["name"], ray.train.get_context()
     folder, rank = states_folder(cfg, name), context.get_world_rank()
-    if has_ended(cfg, name):  # a rank of the group before this one did
+    if has_ended(cfg, name):  # in the group before a restart, a rank ended the run
         ray.train.report({})
         return
     try:
         loop = Loop(cfg, name, config["shape"], Tracker.join(cfg, config["mlflow_run"]))
         result: dict[str, Any] = _run(loop, cfg.path("drafters", name))
-    except NonFiniteLoss as error:  # the same on every rank, and again in every retry
+    except NonFiniteLoss as error:  # every rank raises it, and every retry would
         result = {"error": str(error)}
         if rank == 0:
             write_result(folder, result)
-    except ValueError as error:  # data, features or a state, perhaps of this rank alone
+    except ValueError as error:  # from data, features or a state; maybe on this rank only
         result = {"stopped": str(error)}
         write_result(folder, result)
         if context.get_world_size() > 1:
-            raise  # the others wait for this rank: end them
-    # The report is a barrier: no rank leaves before the export and the result stand.
+            raise  # Ray then ends the other ranks, which wait for this one
+    # The report is a barrier: no rank leaves before the export and the result are written.
     ray.train.report(result)
 
 
 def _run(loop: "Loop", drafter: Path) -> dict[str, Any]:
-    """Train from the newest state to the end; rank 0 leaves the result and the drafter."""
+    """Train from the newest state to the end; rank 0 writes the result and the drafter."""
     newest = newest_state(loop.folder)
     if newest is not None:
         loop.load(read_state(newest))
@@ -103,7 +103,7 @@ def _run(loop: "Loop", drafter: Path) -> dict[str, Any]:
         loop.train()
     result = loop.metrics()
     if loop.rank == 0:
-        write_result(loop.folder, result)  # before the export, which says that all is there
+        write_result(loop.folder, result)  # before the export: a drafter folder marks the end
         loop.export(drafter)
     return result
 
@@ -158,7 +158,8 @@ class Loop:
         self.candidates = Candidates(named, len(self.head), cfg.random_candidates)
         self.candidates.position = self.candidates.position.to(self.device)
         if shape.draft_vocab_size:
-            # A base keeps its tokens, with the rows of this target's head: it may be a newer one.
+            # A base keeps its tokens. Their rows come from this target's head, which may have
+            # changed since the base was trained.
             answers = (sample.ids[sample.loss_mask] for sample in self.data.samples)
             ids = (
                 self.drafter.draft_head(self.head)[0]
@@ -174,7 +175,7 @@ class Loop:
         Raises NonFiniteLoss.
         """
         cfg = self.train_cfg
-        if self.step == 0 and cfg.base:  # never export what is worse than the base
+        if self.step == 0 and cfg.base:  # so that nothing worse than the base is exported
             self._validate()
         steps = () if self._out_of_patience() else range(self.step, cfg.steps)
         started = time.perf_counter()
@@ -193,13 +194,13 @@ class Loop:
             started = time.perf_counter()
 
     def _batches(self, step: int) -> list[Batch]:
-        """This rank's forwards of a step."""
+        """This rank's batches of a step, one per forward pass."""
         cfg, picks = self.train_cfg, self._picks(step)
         forwards = rank_picks(picks, self.lengths, self.rank, self.world, cfg.micro_batch)
         num_drafts = self.drafter.cfg.num_drafts
         if cfg.random_block:
             num_drafts = random_drafts(num_drafts, cfg.seed, step)
-        packed = self.device.type == "cuda"  # where attention is flex attention
+        packed = self.device.type == "cuda"  # there attention is flex attention
         batches = (
             step_batch(self.samples, mine, cfg.anchors, num_drafts, self.labels, cfg.seed, packed)
             for mine in forwards
@@ -242,14 +243,14 @@ class Loop:
         self.history.append({"loss": loss / weight, "grad_norm": norm})
 
     def _gradients(self, weight: float) -> float:
-        """Divide them by the step's weight and clip them; returns their norm before."""
+        """Divide the gradients by the step's weight and clip them; returns the unclipped norm."""
         for param in self.params:
             assert param.grad is not None
             param.grad.div_(weight)
         return clip_gradients(self.params, self.train_cfg.clip)
 
     def _update(self) -> None:
-        """The optimizer step at its learning rate."""
+        """Take the optimizer step at the learning rate of this step."""
         scale = lr_scale(self.step, self.train_cfg.steps, self.train_cfg.warmup)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -258,7 +259,9 @@ class Loop:
             optimizer.zero_grad()
 
     def _validate(self) -> None:
-        """Replay and keep the weights if they are the best; without val requests always."""
+        """Replay the val requests, and keep the weights if they are the best so far. Without val
+        requests the latest weights are kept.
+        """
         cfg, weights = self.train_cfg, self._weights()
         if not self.val:
             self._keep(weights)
@@ -273,7 +276,9 @@ class Loop:
         self._log(taus.metrics())
 
     def _weights(self) -> dict[str, Tensor]:
-        """What is validated and exported: the average if there is one, low-rank factors merged."""
+        """The weights to validate and export: the moving average if train.ema is set, with low-rank
+        factors merged.
+        """
         return merged(whole_weights(self.averaged))
 
     def _keep(self, weights: dict[str, Tensor]) -> None:
@@ -284,7 +289,7 @@ class Loop:
         return 0 < self.train_cfg.patience <= self.choice.stale
 
     def _save(self) -> None:
-        """Commit a state that any number of workers can resume from. A collective."""
+        """Commit a state that any number of workers can resume from. All ranks must call it."""
         state = whole_state(self.drafter, self.optimizers) | {
             "step": self.step,
             "choice": self.choice.state(),
@@ -294,12 +299,12 @@ class Loop:
         }
         if self.train_cfg.ema:
             state["averaged"] = whole_state(self.averaged, [])
-        self._log({})  # before the state: what is resumed behind it would never be logged
+        self._log({})  # before the state: a resumed run would never log these steps
         if self.rank == 0:
             commit_state(self.folder, self.step, state)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue where `_save` was called."""
+        """Continue from a state of `_save`."""
         load_whole_state(self.drafter, self.optimizers, state)
         if self.train_cfg.ema:
             load_whole_state(self.averaged, [], state["averaged"])
@@ -308,18 +313,18 @@ class Loop:
             setattr(self, name, state[name])
 
     def export(self, folder: Path) -> None:
-        """Write the best weights as a drafter folder, under a hidden name until complete."""
-        if (folder / "config.json").is_file():  # by a group that was killed after its export
+        """Write the best weights as a drafter folder, under a hidden name until it is complete."""
+        if (folder / "config.json").is_file():  # an earlier group was killed after its export
             return
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         best = drafter_of(self.drafter.cfg, self.best_weights)
         save_drafter(best, partial, self.stored)
-        load_drafter(partial)  # what cannot be read back never gets its final name
+        load_drafter(partial)  # a drafter that cannot be read back never gets its final name
         partial.rename(folder)
 
     def metrics(self) -> dict[str, float]:
-        """What Ray Train and the summary get to see."""
+        """The metrics for Ray Train and the summary."""
         return {
             "step": self.step,
             "best_val_tau": self.choice.tau,
@@ -331,7 +336,9 @@ class Loop:
         }
 
     def _log(self, values: dict[str, float]) -> None:
-        """Send rank 0's steps since the last call to MLflow, with further values of this step."""
+        """Send metrics of the steps since the last call to MLflow, and further values of this step.
+        Only rank 0 sends.
+        """
         if self.rank == 0:
             hits_K, slots_K = self.counts.view(2, -1)
             accuracy = {
@@ -347,12 +354,14 @@ class Loop:
 
 
 def progress_file(cfg: Config, name: str) -> Path:
-    """Where rank 0 says which step is done."""
+    """The file in which rank 0 writes the number of steps done."""
     return cfg.path("runs", f".{name}.step")
 
 
 def start_drafter(cfg: Config, shape: DrafterConfig) -> Drafter:
-    """What training starts from: train.base, with low-rank factors, or a new drafter of `shape`."""
+    """What training starts from: train.base, with low-rank factors if train.lora_rank is set, or a
+    new drafter of `shape`.
+    """
     train = cfg.train
     if not train.base:
         return new_drafter(shape, train.seed)
@@ -363,7 +372,7 @@ def start_drafter(cfg: Config, shape: DrafterConfig) -> Drafter:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes this process has held so far: on the GPU if it has one, else resident."""
+    """Peak memory of this process in bytes: allocated on the GPU if it uses one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

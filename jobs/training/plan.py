@@ -1,4 +1,4 @@
-"""flywheel train --plan: what a training run would be, from names and sizes alone."""
+"""flywheel train --plan: what a training run would do and need. It reads no features or weights."""
 
 import shutil
 from collections import Counter
@@ -31,7 +31,7 @@ PROCESS_BYTES = 700 << 20
 
 COMPLETE = "complete"
 LABEL_BYTES = 12
-"""An entry of a slot's label in a batch: int64 id, float32 probability (dflash/loss.py)."""
+"""Bytes of one entry of a slot's label: int64 id and float32 probability (dflash/loss.py)."""
 
 Facts = dict[str, Any]
 
@@ -39,7 +39,7 @@ Facts = dict[str, Any]
 def run_shape(cfg: Config) -> DrafterConfig:
     """The shape of train.base, or of a new drafter.
 
-    Raises ValueError for a base that was made for other features than this target's.
+    Raises ValueError for a base that does not fit this target's shape and taps.
     """
     if not cfg.train.base:
         return drafter_config(cfg)
@@ -81,7 +81,7 @@ def check_lora(cfg: Config, shape: DrafterConfig) -> None:
 
 
 def make_plan(cfg: Config) -> Facts:
-    """Everything that `--plan` prints. Reads token rows and names, no feature and no weight."""
+    """Everything that `--plan` prints. Reads token ids and file names, no features or weights."""
     shape = run_shape(cfg)
     chosen = choose_run(cfg, shape)
     name, pin = chosen.name, chosen.pin
@@ -160,7 +160,7 @@ def _chosen_by(cfg: Config, val: list[dict[str, Any]]) -> str:
 def memory_plan(
     cfg: Config, shape: DrafterConfig, data: TrainingSet, val: list[dict[str, Any]]
 ) -> dict[str, int]:
-    """Bytes of rank 0, the largest worker, by what they are for."""
+    """Estimated bytes of memory of rank 0, the largest worker, by purpose."""
     train = cfg.train
     kind = "cpu" if train.device == "cpu" else compute_device(cfg)
     dtype = resolve_training_dtype(train.dtype, resolve_dtype(cfg.target.dtype, kind), kind)
@@ -202,7 +202,7 @@ def memory_plan(
 
 
 def disk_plan(cfg: Config, shape: DrafterConfig) -> dict[str, int]:
-    """Bytes of the states that are kept, of the exported drafter, and what is free."""
+    """Bytes on disk: of the kept states, of the exported drafter, and free ones."""
     train = cfg.train
     model = model_bytes(shape, train.optimizer, 1, train.lora_rank, tuple(train.lora_targets))
     state = (3 if train.ema else 2) * model["weights"] + model["optimizer"]
@@ -215,7 +215,7 @@ def disk_plan(cfg: Config, shape: DrafterConfig) -> dict[str, int]:
 
 
 def print_plan(plan: Facts) -> None:
-    """The plan as tables on stderr."""
+    """Print the plan as tables on stderr."""
     single = [(key, value) for key, value in plan.items() if not isinstance(value, dict)]
     print_table("Plan", ["what", "value"], single)
     val = {domain: [count] for domain, count in plan["val_requests"].items()}

@@ -1,4 +1,4 @@
-"""A progress bar for work that runs in another process: it follows a number in a file."""
+"""A progress bar for work in another process, which writes its progress to a file."""
 
 import threading
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ POLL_SECONDS = 0.5
 
 @contextmanager
 def follow(path: Path, total: int, label: str, unit: str) -> Iterator[None]:
-    """Show a bar while the block runs; `advance(path, n)` elsewhere moves it."""
+    """Show a bar while the block runs; `advance(path, n)` in another process moves it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     done = threading.Event()
 
@@ -33,7 +33,7 @@ def follow(path: Path, total: int, label: str, unit: str) -> Iterator[None]:
 
 
 def advance(path: Path, count: int) -> None:
-    """Say that `count` of the total are done."""
+    """Write that `count` of the total are done."""
     path.write_text(str(count))
 
 

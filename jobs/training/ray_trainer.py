@@ -1,4 +1,4 @@
-"""The workers of a training run on Ray Train: how many, with what, and what they came to."""
+"""The workers of a training run on Ray Train: how many, their resources, and their result."""
 
 import os
 from typing import Any
@@ -18,11 +18,13 @@ RETRIES = 2
 
 
 def fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[str, Any]:
-    """Run the workers to the end; returns what they said. ValueError with their reason to stop."""
+    """Run the workers to the end; returns their result. Raises ValueError with the reason if they
+    stopped early.
+    """
     if not cfg.ray.address:
-        # One machine is not preempted, and the watcher's imports take seconds.
+        # A local machine is not preempted, and importing the watcher takes seconds.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-        # How often the workers are asked whether they are ready or done; every 2 s by itself.
+        # How often Ray asks the workers whether they are ready or done. Its default is 2 s.
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")
     folder = states_folder(cfg, name)
     trainer = TorchTrainer(
@@ -35,7 +37,7 @@ def fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[s
             failure_config=FailureConfig(max_failures=RETRIES),
         ),
     )
-    # Ray Train's own handler of Ctrl-C ends the process, and stays for the stages that follow.
+    # Ray Train's own handler of Ctrl-C would end the process, and stay for the stages that follow.
     vars(trainer)["_register_sigint_handler"] = lambda controller: None
     try:
         with follow(progress_file(cfg, name), cfg.train.steps, "train", "step"):
@@ -57,10 +59,10 @@ def _cause(error: ray.train.TrainingFailedError) -> str:
 
 
 def scaling(cfg: Config) -> ScalingConfig:
-    """Workers with a GPU each, or with equal shares of the CPUs.
+    """Workers with one GPU each, or with equal shares of the CPUs.
 
-    Raises ValueError for more workers than GPUs (train.device=cuda), or than local CPUs: Ray would
-    wait for them for ever.
+    Raises ValueError for more workers than GPUs if train.device=cuda, and for more than a local
+    cluster's CPUs: Ray would wait for ever.
     """
     found, workers = ray.cluster_resources(), cfg.train.workers
     gpus = int(found.get("GPU", 0))
@@ -71,7 +73,7 @@ def scaling(cfg: Config) -> ScalingConfig:
         )
     use_gpu = cfg.train.device != "cpu" and gpus >= workers
     cpus = cpus_each(ray.nodes(), workers, int(use_gpu))
-    if cpus == 0 and not cfg.ray.address:  # a cluster elsewhere may grow
+    if cpus == 0 and not cfg.ray.address:  # a remote cluster may still grow
         raise ValueError(
             f"train.workers={workers}, but the local Ray cluster has {found.get('CPU', 0):.0f} "
             "CPUs: lower train.workers, or raise ray.num_cpus"

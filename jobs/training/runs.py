@@ -1,9 +1,10 @@
-"""What a training run learns from, and which run that is: <work>/runs/<name>/pin-<recipe>.json.
+"""Which samples a training run learns from (its pin), and which run a command is about.
 
-A run reads traffic once, when it begins, and writes down the samples it found. Its workers, those
-that Ray starts again, and the same command on another day read the pin: what arrives later changes
-nothing. The pin holds ids, domains, temperatures and supervised spans, no tokens: what is deleted
-from traffic/ must be gone, and a run that needs it cannot go on.
+When a run begins, it writes the samples that it found in traffic/ to its pin,
+<work>/runs/<name>/pin-<recipe>.json. Its workers, restarted workers and the same command on another
+day read the pin, so traffic that arrives later changes nothing. The pin has ids, domains,
+temperatures and supervised spans, but no tokens: what is deleted from traffic/ must be gone. A run
+that needs deleted samples cannot go on.
 """
 
 import json
@@ -38,10 +39,10 @@ PinnedRow = Sequence[Any]
 
 @dataclass(frozen=True)
 class Pin:
-    """Samples in sample_id order, and the names of the feature files that held them.
+    """Samples in sample_id order, and the names of the feature files that had them.
 
-    The files are a preference, not a condition: features are a cache, and harvested again they are
-    the same up to rounding.
+    Those files are preferred, not required: features are a cache. If they are harvested again, they
+    are the same up to rounding.
     """
 
     train: Sequence[PinnedRow]
@@ -55,18 +56,19 @@ class Pin:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The run that a command is about, and what was decided on the way, for the user."""
+    """The run that a command is about, and a note for the user about how it was chosen."""
 
     name: str
     pin: Pin
     newer: int = 0
-    """Samples that arrived since an unfinished run began which is continued."""
+    """If an unfinished run is continued: samples that have arrived since it began."""
     note: str = ""
 
 
 def choose_run(cfg: Config, shape: DrafterConfig) -> Chosen:
-    """The run of today's traffic; or, if it has not begun, the unfinished one of the same target,
-    shape and settings, unless train.fresh: new traffic must not throw away what is computed.
+    """The run to train. It is the run of today's traffic if that has begun. Otherwise an unfinished
+    run of the same target, shape and settings is continued, unless train.fresh: new traffic must
+    not make its work useless. Without one, the run of today's traffic is new.
 
     Raises ValueError without training samples.
     """
@@ -91,7 +93,7 @@ def choose_run(cfg: Config, shape: DrafterConfig) -> Chosen:
 
 
 def _unfinished(cfg: Config, recipe: str) -> list[Path]:
-    """Folders of runs that were interrupted behind their first state, the latest first."""
+    """Folders of this recipe's runs that were interrupted after a first state, the latest first."""
     folders = [path.parent for path in cfg.path("runs").glob(f"*/pin-{recipe}.json")]
     states = {folder: newest_state(folder) for folder in folders if is_unfinished(cfg, folder.name)}
     begun = {folder: path.stat().st_mtime for folder, path in states.items() if path is not None}
@@ -99,7 +101,7 @@ def _unfinished(cfg: Config, recipe: str) -> list[Path]:
 
 
 def live_pin(cfg: Config) -> Pin:
-    """The samples that a run would learn from now. Raises ValueError without training samples."""
+    """The pin of a run that begins now. Raises ValueError without training samples."""
     identity = target_id(cfg.target_path)
     train, val = (_pinned(cfg, identity, split) for split in ("train", "val"))
     if not train:
@@ -128,19 +130,19 @@ def run_name(cfg: Config, shape: DrafterConfig, pin: Pin) -> str:
     """`drafter-<hash>` of everything that decides the result: target, samples with their domains
     and supervised spans, shape, weights of the base, settings.
 
-    How it is executed (workers, device, ...) is left out: such a run may be resumed otherwise.
+    How it is executed (workers, device, ...) is left out: a run may be resumed with other values.
     """
     parts = [target_id(cfg.target_path), pin.train, pin.val, asdict(shape), run_settings(cfg)]
     return f"drafter-{short_hash(parts)[:12]}"
 
 
 def run_recipe(cfg: Config, shape: DrafterConfig) -> str:
-    """The same without the samples: runs of one recipe differ in their traffic alone."""
+    """A hash as in `run_name`, without the samples: runs of one recipe differ only in those."""
     return short_hash([target_id(cfg.target_path), asdict(shape), run_settings(cfg)])[:12]
 
 
 def run_settings(cfg: Config) -> dict[str, Any]:
-    """The settings that decide the result; train.base by its weights, wherever they are."""
+    """The settings that decide the result. train.base counts by its content, not by its path."""
     settings = split_identity(cfg.train)[0]
     settings |= {"target_dtype": cfg.target.dtype, "top_k": captured_top_k(cfg)}
     if cfg.train.base:
@@ -149,14 +151,14 @@ def run_settings(cfg: Config) -> dict[str, Any]:
 
 
 def write_pin(cfg: Config, chosen: Chosen, shape: DrafterConfig) -> None:
-    """Pin a run that begins; one that is pinned stays as it is."""
+    """Write the pin of a run that begins; an existing pin is kept."""
     path = states_folder(cfg, chosen.name) / f"pin-{run_recipe(cfg, shape)}.json"
     data = json.dumps(asdict(chosen.pin)).encode()
     commit(path, lambda stream: stream.write(data), overwrite=False)
 
 
 def read_pin(cfg: Config, name: str, shape: DrafterConfig) -> Pin:
-    """What the run `name` is pinned to. Raises ValueError if it gives another name: damaged."""
+    """The pin of the run `name`. Raises ValueError if it is damaged: its hash is not that name."""
     path = states_folder(cfg, name) / f"pin-{run_recipe(cfg, shape)}.json"
     fix = "move the run's folder away, and the same command begins it anew"
     found = read_json(path, ["train", "val", "files"], fix)
@@ -167,15 +169,15 @@ def read_pin(cfg: Config, name: str, shape: DrafterConfig) -> Pin:
 
 
 def learned(cfg: Config, name: str) -> set[str]:
-    """Ids of the training samples that the run `name` is pinned to; of a drafter that was trained
-    elsewhere none is known.
+    """Ids of the training samples that the run `name` is pinned to; empty for a drafter that was
+    trained elsewhere.
     """
     pins = states_folder(cfg, name).glob("pin-*.json")
     return {row[0] for pin in pins for row in read_json(pin, ["train"])["train"]}
 
 
 def missing(cfg: Config, pin: Pin) -> str:
-    """What a pinned run would need and is not there any more, "" if it can be trained."""
+    """Which samples or features of a pinned run are missing now, in words; "" if none are."""
     wanted, identity = pin.ids(), target_id(cfg.target_path)
     if aside := sorted(set_aside(cfg).intersection(wanted)):
         return f"{len(aside)} of its samples are set aside now, for instance {aside[0]}"
@@ -194,8 +196,8 @@ def missing(cfg: Config, pin: Pin) -> str:
 def pinned_rows(
     cfg: Config, pinned: Sequence[PinnedRow], columns: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """TRAFFIC rows of pinned samples with these columns beside what the pin holds, in its order;
-    few at a time are Python lists. Raises ValueError if one is gone.
+    """TRAFFIC rows of pinned samples, in the order of the pin: these columns and what the pin has.
+    Only a few rows at a time are Python lists. Raises ValueError if a sample is gone.
     """
     table = read_traffic(cfg.path("traffic"), target_id(cfg.target_path))
     table = table.select(["sample_id", *columns])
@@ -217,7 +219,9 @@ def pinned_rows(
 
 @contextmanager
 def only_one(cfg: Config, name: str) -> Iterator[None]:
-    """Be the only command that trains this run: two would write one state and one curve."""
+    """Be the only command that trains this run: two would write the same states and metrics. Raises
+    ValueError if another one trains it.
+    """
     path = cfg.path("runs", f".{name}.lock")
     with exclusive(path, f"{who()}, process {os.getpid()}") as other:
         if other:

@@ -1,7 +1,7 @@
-"""Resumable states of a training run: <work>/runs/<name>/step-00000055.pt, the newest few.
+"""Resumable states of a training run: <work>/runs/<name>/step-00000055.pt, the newest KEEP.
 
-A state is one file, committed like every other (store/files.py): at its final name it is complete,
-whatever was killed while writing it. So the newest file is the newest complete state.
+A state is one file, committed like every other (store/files.py). A file at its final name is
+complete, even if a writer was killed. So the newest file is the newest complete state.
 """
 
 import json
@@ -18,8 +18,8 @@ RESULT = "result.json"
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """What a worker that ends has to say, for the driver: metrics; or `error`, a failure that
-    belongs to the run; or `stopped`, one that goes away with its cause.
+    """Write a worker's result for the driver: metrics, or `error` for a failure that the run would
+    repeat, or `stopped` for a failure whose cause can be removed.
     """
     commit(folder / RESULT, lambda stream: stream.write(json.dumps(result).encode()))
 
@@ -27,25 +27,25 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
 def read_result(folder: Path) -> dict[str, Any]:
     """What `write_result` wrote.
 
-    Ray Train keeps the metrics of a report without a checkpoint only if it polls between the
-    report and the end of the worker (2.60).
+    Ray Train's own report is not enough: without a checkpoint Ray (2.60) keeps its metrics only if
+    it polls between the report and the end of the worker.
     """
     return read_json(folder / RESULT)
 
 
 def has_result(folder: Path) -> bool:
-    """Whether a worker of this run has ended and said so."""
+    """Whether a worker of this run has ended and written a result."""
     return (folder / RESULT).is_file()
 
 
 def forget_result(folder: Path) -> None:
-    """For a command that trains on: what an earlier one said is no longer true."""
+    """Remove the result of an earlier command, before the run is trained further."""
     (folder / RESULT).unlink(missing_ok=True)
 
 
 def has_ended(cfg: Config, name: str) -> bool:
-    """Whether nothing is left to do of this run: it failed, or its drafter is exported. A result
-    alone does not say so: it is written before the export, which may be killed or find no room.
+    """Whether the run failed, or its drafter is exported. A result alone is not enough: it is
+    written before the export, which may be killed or find no disk space.
     """
     folder = states_folder(cfg, name)
     if not has_result(folder):
@@ -55,7 +55,7 @@ def has_ended(cfg: Config, name: str) -> bool:
 
 
 def is_unfinished(cfg: Config, name: str) -> bool:
-    """Whether this run may go on: it neither ended nor failed in a way that it would again."""
+    """Whether the run can go on: it has not ended, or it stopped for a cause that may be gone."""
     return not has_ended(cfg, name) or "stopped" in read_result(states_folder(cfg, name))
 
 
@@ -65,7 +65,7 @@ def states_folder(cfg: Config, name: str) -> Path:
 
 
 def newest_state(folder: Path) -> Path | None:
-    """The state to resume from, None to start."""
+    """The state to resume from; None if there is none."""
     return max(folder.glob("step-*.pt"), default=None)
 
 
@@ -75,7 +75,7 @@ def state_step(path: Path) -> int:
 
 
 def commit_state(folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write a state, then remove all but the newest KEEP and what dead writers left."""
+    """Write a state; then remove all but the newest KEEP, and files that killed writers left."""
     path = folder / f"step-{step:08d}.pt"
     commit(path, lambda stream: torch.save(state, stream))
     for old in sorted(folder.glob("step-*.pt"))[:-KEEP]:

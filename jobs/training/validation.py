@@ -1,4 +1,4 @@
-"""Replay on the val split while training, and the rule that says which weights are kept."""
+"""Replay of the val split during training, and the rule that decides which weights are kept."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,33 +18,34 @@ from jobs.dataset.slices import SHOWN
 
 @dataclass(frozen=True)
 class Taus:
-    """Replayed acceptance lengths at full K: pooled over all val requests, and of each domain,
-    those with the most requests first.
+    """Replayed tau at the largest K: pooled over all val requests, and by domain. Domains with the
+    most requests come first.
     """
 
     pooled: float
     domains: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        """By metric name; of domains, which may be any number, the SHOWN largest."""
+        """{metric name: tau}. Of the domains only the SHOWN largest: there may be any number."""
         shown = list(self.domains.items())[:SHOWN]
         return {"val_tau": self.pooled} | {f"val_tau/{domain}": tau for domain, tau in shown}
 
 
 @dataclass(kw_only=True)
 class Choice:
-    """The best weights so far: the highest tau of train.domain (empty: pooled), among those whose
-    domains all keep (1 - max_slice_loss) of what the base had at step 0 (warm starts only).
+    """Which weights are the best so far: those with the highest tau on train.domain (pooled if that
+    is empty). If training starts from a base, tau of every domain must also be at least
+    (1 - max_slice_loss) times that of the base at step 0.
     """
 
     tau: float = 0.0
     step: int = -1
     stale: int = 0
-    """Validations since then."""
+    """Validations since `step`."""
     base: dict[str, float] = field(default_factory=dict)
 
     def offer(self, step: int, taus: Taus, domain: str, max_slice_loss: float) -> bool:
-        """Whether the weights of `step` are the new best; the base itself always qualifies."""
+        """Whether the weights of `step` are the new best. The base itself always qualifies."""
         score = taus.domains[domain] if domain else taus.pooled
         better = score > self.tau and not self.losers(taus, max_slice_loss)
         if better:
@@ -53,7 +54,7 @@ class Choice:
         return better
 
     def losers(self, taus: Taus, max_slice_loss: float) -> list[str]:
-        """Domains that fell below their share of the base's tau."""
+        """Domains whose tau is below (1 - max_slice_loss) times that of the base."""
         return [d for d, tau in self.base.items() if taus.domains[d] < (1 - max_slice_loss) * tau]
 
     def state(self) -> dict[str, Any]:
@@ -64,8 +65,8 @@ class Choice:
 def as_exported(
     cfg: DrafterConfig, weights: dict[str, Tensor], stored: torch.dtype, computed: torch.dtype
 ) -> Drafter:
-    """The drafter that `evaluate` would read from an export of these weights: rounded to the stored
-    dtype, then in the one that products run in. So a val tau is the tau of what is exported.
+    """The drafter that `evaluate` would load from an export of these weights: rounded to the stored
+    dtype, then cast to the dtype it computes in. So a val tau is the tau of the exported drafter.
     """
     return drafter_of(cfg, {k: cast(cast(t, stored), computed) for k, t in weights.items()})
 
@@ -78,7 +79,7 @@ def replay_val(
     rank: int,
     world: int,
 ) -> Taus:
-    """Replay all val requests, each on one rank; every rank gets all taus. A collective.
+    """Replay all val requests, each on one rank. All ranks must call it and all get the same taus.
 
     `val` is (domain, request) and must not be empty; drafter, embedding and head have one dtype.
     """

@@ -1,4 +1,4 @@
-"""The tiny models of tests/dflash: sampled rounds are judged on them, too."""
+"""The tiny models of tests/dflash, used here for sampled rounds."""
 
 from tests.dflash.conftest import (  # noqa: F401
     config,

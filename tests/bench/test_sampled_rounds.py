@@ -14,7 +14,7 @@ from dflash.replay import Request, replay
 from dflash.sampling import GREEDY, Sampling
 
 V, K, LONGEST, END = 3, 3, 6, 2
-"""A world of three tokens, one of which ends the text; answers of up to six; three drafts."""
+"""A world of three tokens, one of which ends the text; answers of up to six tokens; K = 3."""
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def p_of(text):
 
 @functools.cache
 def q_of(text, probabilistic):
-    """The drafter's distributions [K, V] of a block behind a text: blind to its own drafts."""
+    """The drafter's distributions [K, V] after a text. They do not depend on its own drafts."""
     draw = torch.Generator().manual_seed(hash(text) % 2**31 + 1)
     q = torch.randn(K, V, generator=draw, dtype=torch.float64).mul(2).softmax(1)
     return q if probabilistic else torch.eye(V, dtype=torch.float64)[q.argmax(1)]
@@ -94,7 +94,7 @@ def recorded_chances(text, probabilistic):
 
 @pytest.mark.parametrize("probabilistic", [False, True])
 def test_rounds_expected_from_the_text_are_the_rounds_served_exactly(probabilistic):
-    """No sampling anywhere: the mean over all answers equals the enumerated speculative process."""
+    """Nothing is sampled: the mean over all answers equals the enumerated speculative decoding."""
     first = [(token, float(p_of(())[token])) for token in range(V)]
     parts = [(chance, *served((token,), probabilistic)) for token, chance in first]
     true_rounds = sum(chance * rounds for chance, rounds, _ in parts)

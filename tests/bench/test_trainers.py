@@ -31,7 +31,9 @@ def target(cfg: Config) -> Target:
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
-    """Answers of 2 to 15 tokens behind prompts of 4: some blocks overrun, some anchors lack."""
+    """Answers of 2 to 15 tokens after prompts of 4. Some blocks overrun the end of the answer, and
+    some samples have too few anchors.
+    """
     torch.manual_seed(0)
     found = []
     for i, length in enumerate((6, 9, 11, 19)):
@@ -52,7 +54,7 @@ def task(
 
 
 def test_planned_anchors_supervise_the_slots_that_our_step_counts(task: Path, samples):
-    """Theirs counts loss_mask over anchor + 1 .. anchor + 4 in one packed row, as done here."""
+    """Like their code, this counts loss_mask over anchor + 1 .. anchor + 4 in one packed row."""
     trainer = Trainer(task, 97)
     for step, picks in enumerate(json.loads((task / "task.json").read_text())["plan"]):
         answer = trainer.step(step)

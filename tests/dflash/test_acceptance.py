@@ -70,7 +70,7 @@ def test_the_alpha_model_is_recovered_and_its_misfit_shows():
     assert (geometric_tau(0.0, 7), geometric_tau(1.0, 7)) == (1.0, 8.0)
     made = {k: geometric_tau(0.62, k) for k in (1, 3, 7)}
     assert fit_alpha(made) == 0.62
-    # A drafter whose later drafts fade: no alpha fits, the model is too low first, too high last.
+    # Later drafts are accepted less often, so no single alpha fits: too low first, too high last.
     fading = {1: 1.7, 3: 2.2, 7: 2.4}
     alpha = fit_alpha(fading)
     misfit = {k: tau - geometric_tau(alpha, k) for k, tau in fading.items()}

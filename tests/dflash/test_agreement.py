@@ -1,4 +1,4 @@
-"""Who wrote an answer: near ties are nobody's fault, another model's text is seen at once."""
+"""Who wrote an answer: near ties are no evidence, and another model's text is recognised."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def judged(target, rows, length=LENGTH, temperature=0.0):
 
 @pytest.mark.parametrize("length", [1, 2, 5, 9, LENGTH])
 def test_near_ties_never_speak_against_the_target(written, length):
-    """A tie among 9 tokens or fewer once condemned an answer."""
+    """In an answer of 9 tokens or fewer, one tie was once enough to reject it."""
     target, own, _ = written
     found = list(judged(target, own, length))
     assert all(one.ok for one in found)
@@ -47,7 +47,7 @@ def test_near_ties_never_speak_against_the_target(written, length):
 
 @pytest.mark.parametrize(("length", "share"), [(2, 0.9), (5, 0.98), (LENGTH, 1.0)])
 def test_another_models_answer_is_seen(written, length, share):
-    """Two tokens may well be those that the target would choose, too."""
+    """Not all short ones: two tokens of another model may be the target's choice, too."""
     target, _, others = written
     found = list(judged(target, others, length))
     assert sum(not one.ok for one in found) >= share * NUM
@@ -66,7 +66,7 @@ def test_one_wrong_token_in_a_long_answer_is_no_evidence(written):
 
 @pytest.mark.parametrize(("temperature", "share"), [(0.2, 0.98), (0.7, 0.95), (1.0, 0.5)])
 def test_sampled_answers_are_told_apart_by_their_odds(written, temperature, share):
-    """20 tokens of a model that is nearly indifferent at temperature 1 do not say more."""
+    """At temperature 1 this model is nearly uniform, so 20 tokens identify only half of them."""
     target, _, others = written
     own = []
     for seed, row in enumerate(others[:12]):

@@ -20,7 +20,7 @@ CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", 
 
 @pytest.fixture
 def sliding(config, causal, dtype):
-    """One layer: information takes no second step."""
+    """A drafter of one layer: features reach a slot only directly, not by way of another slot."""
     cfg = replace(config, num_hidden_layers=1, sliding_window=WINDOW, is_causal=causal)
     drafter = new_drafter(cfg, seed=0)
     with torch.no_grad():  # so that what attention adds is not rounded away in bfloat16
@@ -68,7 +68,7 @@ def test_slots_see_later_slots_unless_causal(sliding, target, samples, causal):
 
 @CAUSAL
 def test_the_mask_is_the_one_of_flash_attention(causal):
-    """vLLM's own words: a key is visible up to window - 1 to the left of the query's position, and
+    """As in vLLM: a key is visible up to window - 1 to the left of the query's position, and
     as far to the right if not causal (flash_attn.py, `_maybe_symmetrize_window`)."""
     anchor, slots, context = 9, 6, 9
     mask = dense_mask(torch.tensor([[anchor]]), context, slots, WINDOW, causal)[0, 0]

@@ -1,4 +1,4 @@
-"""z-lab's and speculators' formats: there and back bit for bit, and read as vLLM reads them."""
+"""z-lab's and speculators' formats: converted both ways bit for bit, and read as by vLLM."""
 
 import json
 from dataclasses import replace
@@ -88,7 +88,7 @@ def test_what_speculators_itself_writes_is_read(config):
 
 
 def test_full_layers_beside_a_false_flag_stay_bidirectional(config):
-    """The trap: speculators writes false by default and trains full layers bidirectional, vLLM
+    """speculators writes false by default and trains full layers bidirectionally, but vLLM
     reads it as the causality of all layers."""
     raw = speculators(config, sliding_window_non_causal=False)
     assert DrafterConfig.from_json(to_zlab(raw, 6)) == config

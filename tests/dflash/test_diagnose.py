@@ -1,4 +1,4 @@
-"""Every fault of the table: it is what it says, it is told from all others, and it is found."""
+"""Every fault of the table does what it says, is distinguished from all others, and is found."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def dtype():
 
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory):
-    """One kind of target, not all: hypotheses are about the drafter."""
+    """Only one kind of target: hypotheses are about the drafter."""
     return make_target(tmp_path_factory.mktemp("diagnose"))
 
 
@@ -48,7 +48,7 @@ def answers(target, config, samples):
 
 @pytest.fixture(scope="module")
 def learned(answers, target, config):
-    """Right about most of these answers."""
+    """A drafter that predicts most of these answers."""
     return learn(config, target, [a.request(config.target_layer_ids) for a in answers], 70)
 
 
@@ -133,7 +133,7 @@ def test_weights_that_nobody_knows_are_no_known_fault(answers, learned, target, 
 
 
 def test_a_change_that_hardly_matters_explains_nothing(answers, learned, target, config):
-    """One draft in a hundred is otherwise: many a hypothesis gives the rest again."""
+    """If one draft in a hundred differs, many hypotheses still reproduce the other 99."""
     traces = [trace(AS_CONFIGURED, learned, target, answer) for answer in answers]
     wrong = traces[0].drafts.clone()
     wrong[0, K - 1] = (wrong[0, K - 1] + 1) % 97

@@ -1,4 +1,4 @@
-"""A target's identity covers every byte that an engine reads, and is cheap to ask for again."""
+"""A target's identity covers every byte that an engine reads, and is cached."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ def folder(original, tmp_path):
 
 
 def test_a_fine_tune_of_any_single_tensor_has_another_identity(original, folder):
-    """Once three stretches of each weight file counted: most tensors of a large model did not."""
+    """The identity once hashed three parts of each weight file and missed most of a large model."""
     tensors = load_file(original / "model.safetensors")
     seen = {target_id(original)}
     for name in tensors:
@@ -87,7 +87,7 @@ def big(folder, tmp_path, monkeypatch):
 
 
 def reads(monkeypatch):
-    """What is hashed from here on."""
+    """Records which files are hashed from here on."""
     found, read = [], identity._read
     monkeypatch.setattr(identity, "_read", lambda p, bar: found.append(p.name) or read(p, bar))
     return found
@@ -116,7 +116,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(big, tmp_path, monkeypatch):
 
 
 def test_weights_replaced_in_place_with_equal_size_and_time_are_noticed(big):
-    """As `cp -p` or rsync leave them: only ctime and inode tell."""
+    """`cp -p` and rsync leave such files: only ctime and inode show the change."""
     path = big / "model.safetensors"
     before, times = target_id(big), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
     data = bytearray(path.read_bytes())
@@ -162,7 +162,7 @@ def test_weights_in_another_format_only_are_named(folder, name):
 
 
 def test_the_former_identity_is_still_known(tmp_path):
-    """A fixed folder, as versions before December 2026 named it."""
+    """The id that releases before December 2026 gave to a fixed folder."""
     (tmp_path / "config.json").write_text("{}")
     header = b'{"__metadata__":{"format":"pt"}}'
     content = len(header).to_bytes(8, "little") + header + b"weights"

@@ -68,7 +68,9 @@ def test_block_attends_in_both_directions(drafter, target, samples):
 
 
 def test_training_forward_equals_stepwise_cached_forward(drafter, target, samples):
-    """Many blocks over the whole context at once = context built token by token, one block each."""
+    """Many blocks over the whole context in one forward, against one block per forward on a context
+    that grows token by token.
+    """
     features, tokens = samples[0].features[None], samples[0].ids[ANCHORS]
     at_once = hidden(drafter, target, features, tokens)[0, :, 1:] @ target.head.T
     for n, anchor in enumerate(ANCHORS[0].tolist()):
@@ -134,7 +136,7 @@ def test_many_k_at_once_equal_each_k_alone_in_any_batch(trained, target, samples
 
 
 def test_a_favourite_token_that_no_answer_holds_is_a_mismatch(drafter, target, samples):
-    """Alone, a request offers few tokens to compare with: here most drafts are none of them."""
+    """A single request's answer holds few distinct tokens; here most drafts are other tokens."""
     prompts = [sample.ids[~sample.loss_mask].tolist() for sample in samples[:4]]
     answers = [served(target, drafter, prompt, 40, 5) for prompt in prompts]
     alone = [replay(drafter, target.embedding, target.head, [known], 5)[0] for _, known in answers]

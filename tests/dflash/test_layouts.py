@@ -31,7 +31,7 @@ def edit(folder, name="config.json", **values):
 
 
 def shard(source, folder):
-    """The same target in files of 20 kB, as Transformers cuts it: a tied head is in none."""
+    """Save the target in shards of 20 kB, as Transformers does: no shard holds a tied head."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     model.save_pretrained(folder, max_shard_size="20KB")
     assert not (folder / "model.safetensors").exists()
@@ -44,7 +44,7 @@ def stored(folder):
 
 
 def add_head(folder, change):
-    """Write a head into the weights, the embedding with `change` added to one number."""
+    """Write a head into the weights: a copy of the embedding, with `change` added to one number."""
     path, tensors = stored(folder)
     tensors[HEAD] = tensors[EMBEDDING].clone()
     tensors[HEAD][3, 5] += change
@@ -52,7 +52,7 @@ def add_head(folder, change):
 
 
 def add_head_to_shards(folder):
-    """An index that names a head which is the embedding once more."""
+    """Add a copy of the embedding as head, and name it in the index."""
     embedding = open_tensors(folder)(EMBEDDING)
     assert embedding is not None
     save_file({HEAD: embedding}, folder / "head.safetensors", metadata={"format": "pt"})
@@ -102,7 +102,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_borrowed_is_what_the_loaded_target_has(layouts, layout: str, dtype):
-    """A tied, sharded target ended with: no such file, model.safetensors."""
+    """A tied, sharded target once failed: no such file, model.safetensors."""
     folder = layouts[layout]
     embedding, head = load_borrowed(folder, dtype)
     target = load_target(folder, dtype)
@@ -124,7 +124,7 @@ def copy(layouts, tmp_path):
 
 @pytest.mark.parametrize("names", [["weights"], ["a", "b"]])
 def test_weights_under_other_names_are_found_by_their_headers(copy, names):
-    """vLLM loads them; Transformers wants its own names and says so."""
+    """vLLM loads such files; Transformers raises an error that asks for its own file names."""
     folder = copy("untied")
     path, tensors = stored(folder)
     path.unlink()

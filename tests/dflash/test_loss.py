@@ -69,7 +69,7 @@ def test_first_tokens_keep_their_labels():
 
 
 def plain_loss(logits, ids, probs, tv):
-    """Buckets of a dense softmax, by autograd."""
+    """The same loss from a dense softmax, differentiated by autograd."""
     q = logits.softmax(-1)
     p = torch.zeros_like(q).scatter(1, ids, probs)
     entry = torch.zeros_like(q).scatter(1, ids, 1.0).bool()

@@ -57,7 +57,7 @@ def test_dpace_example():
 
 @pytest.mark.parametrize(("q", "first"), [(0.0, 1.0), (0.9, 10.2)])
 def test_dpace_grows_with_quality(q, first):
-    """The range that facts about blocks of 16 state: about 1 for a useless drafter, 10 at 0.9."""
+    """In blocks of 16 the first slot weighs about 1 for a useless drafter, 10 at quality 0.9."""
     weights = dpace(torch.full((1, 1, 15), q), torch.ones(1, 1, 15))
     assert weights[0, 0, 0].item() == pytest.approx(first, abs=0.05)
 
@@ -80,7 +80,9 @@ def test_dpace_without_smoothing_is_the_gradient_of_the_expected_acceptance_leng
 
 
 def test_the_argmax_of_the_target_is_the_recorded_greedy_token(captured, dtype):
-    """In bfloat16 but for near ties: answers were decoded token by token, captured in one pass."""
+    """In bfloat16 near ties are excepted: answers were decoded token by token, but captured in one
+    pass.
+    """
     agree = []
     for sample in captured:
         named, probs = choose_labels("argmax", 97)(sample)

@@ -1,5 +1,5 @@
-"""Replay against its plain definition: a draft is the argmax over the whole vocabulary, the lowest
-token of equal ones; in both dtypes, with ties, and with products that round otherwise."""
+"""Replay against its plain definition: a draft is the argmax over the whole vocabulary, of equal
+logits the lowest token id. In both dtypes, with ties, and with products that round differently."""
 
 import pytest
 import torch
@@ -32,13 +32,13 @@ def world(request, config):
     drafter = Whole(config).to(dtype)
     embedding = torch.randn(97, 32).to(dtype)
     head = torch.randint(-1, 2, (97, 32)).to(dtype)
-    head[60:] = head[:37]  # two tokens for many a row: none is ever the better one
+    head[60:] = head[:37]  # many rows belong to two tokens, which always tie
     return drafter, embedding, head, [answer(drafter, embedding, head, i) for i in range(12)]
 
 
 @torch.inference_mode()
 def drafts(drafter, embedding, head, request, anchor):
-    """Logits [K, V] behind an anchor, one request and one block at a time."""
+    """Logits [K, V] after an anchor, computed for one request and one block at a time."""
     context = drafter.context(request.features[None, :anchor].to(embedding))
     at = torch.tensor([[anchor]])
     hidden = draft_hidden(drafter, embedding, context, request.ids[at], at, K)
@@ -46,7 +46,7 @@ def drafts(drafter, embedding, head, request, anchor):
 
 
 def answer(drafter, embedding, head, seed):
-    """An answer that follows the drafts in two of three places; elsewhere it likes what ties."""
+    """An answer that equals the drafts at two of three positions, and elsewhere has tied tokens."""
     draw, length = generator("answer", seed), PROMPT + ANSWER
     features = torch.randn(length, 96, generator=draw)
     request = Request(torch.randint(0, 97, (length,), generator=draw), PROMPT, features)
@@ -64,7 +64,7 @@ def answer(drafter, embedding, head, seed):
 
 
 def plain(drafter, embedding, head, request):
-    """The definition, word by word."""
+    """Replay by its definition, without any optimisation."""
     rounds, anchor, last = [], request.num_prompt, len(request.ids) - 1
     while anchor < last:
         best = drafts(drafter, embedding, head, request, anchor).argmax(-1)
@@ -86,8 +86,8 @@ def test_the_lowest_of_equal_logits_is_the_draft(world):
 
 @pytest.mark.timeout(60)
 def test_replay_ends_where_some_rows_round_unlike_the_whole(world, monkeypatch):
-    """A product with the candidates may say another argmax than that with the whole head, either
-    way; only the whole counts, and there is no walk for ever."""
+    """Logits of the candidates alone may round to another argmax than those of the whole head, in
+    either direction. Only the whole head counts, and replay must not loop for ever."""
     drafter, embedding, head, requests = world
     calls, flips = [], []
 

@@ -1,4 +1,4 @@
-"""Rejection sampling has exactly the law it must have; top_k, top_p and temperature by hand."""
+"""Rejection sampling has exactly the right distribution; top_k, top_p, temperature by hand."""
 
 import itertools
 from collections import Counter
@@ -22,8 +22,8 @@ GREEDY_DRAFTS = [1, 3]
 def law(p, q):
     """Probability of each emitted run: accepted drafts, then one token of the target.
 
-    A draft is drawn and accepted with probability min(p, q); the round ends in y with what is left
-    of p_y, max(p - q, 0).
+    A draft is drawn and accepted with probability min(p, q). The round ends with token y with the
+    rest of its probability, max(p - q, 0) at y.
     """
     found, last = {}, len(q)
     for count in range(last + 1):

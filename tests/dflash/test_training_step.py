@@ -1,4 +1,4 @@
-"""Which samples a step takes and on which rank, and that sums over forwards are the batch."""
+"""Which samples a step takes and on which rank, and that sums over forwards equal the batch's."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from dflash.training_step import (
 )
 from tests.tiny import check_close
 
-# Losses are summed in float32 behind logits that bfloat16 rounds (measured: 4e-5).
+# Losses are summed in float32, but their logits are rounded to bfloat16 (measured: 4e-5).
 SUMS = {torch.float32: 1e-6, torch.bfloat16: 2e-4}
 
 

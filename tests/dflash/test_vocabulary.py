@@ -17,7 +17,7 @@ from tests.tiny import check_rounds, served
 
 @pytest.fixture(scope="module")
 def known(samples):
-    """Every other token of the answers: one that is drafted often is missing."""
+    """Every second token of the answers, so that a frequently drafted one is missing."""
     return torch.cat([s.ids[s.loss_mask] for s in samples]).unique()[::2]
 
 

@@ -1,6 +1,6 @@
-"""The whole loop on the real target and a real vLLM, in both dtypes: what a CPU or GPU that
-multiplies bfloat16 computes in, and what others do. The float32 one is killed on the way, goes on,
-then reused; the bfloat16 one is smaller, since a CPU without the instructions emulates it.
+"""The whole loop on the real target and a real vLLM, in both dtypes: bfloat16, for hardware with
+bfloat16 products, and float32, for the rest. The float32 run is killed on the way, resumed and then
+reused. The bfloat16 run is smaller, since a CPU without the instructions emulates it.
 """
 
 import json
@@ -104,7 +104,7 @@ def test_served_acceptance_is_the_replayed_one(summary, dtype):
         assert ours == pytest.approx(theirs, abs=0.02)  # some 150 rounds: three of them
     same = summary["same_text"]
     assert same["requests"] == summary["requests"], "the served text is replayed, whatever it is"
-    # A near tie every hundred rounds is what two right computations in bfloat16 have.
+    # Two right computations in bfloat16 differ at a near tie about once in a hundred rounds.
     assert summary["comparison"]["differing_rounds"] <= 0.05 * summary["rounds"]
     if dtype == "float32":
         assert same["identical_rounds"] >= 0.9 * same["requests"]

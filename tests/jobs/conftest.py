@@ -1,4 +1,4 @@
-"""What tests of ingest share: a target folder that is enough to read logs for."""
+"""What tests of ingest share: a target folder with just enough in it to ingest logs."""
 
 import pytest
 import torch

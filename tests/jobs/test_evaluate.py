@@ -61,7 +61,7 @@ def test_champion_and_challenger_on_greedy_and_sampled_traffic(work):
 
 
 def test_what_a_pinned_run_learned_before_it_moved_to_test_is_a_leak(work, monkeypatch):
-    """A later log moves samples between the splits; today's train split does not hold them."""
+    """A later log can move samples to another split: then the train split does not have them."""
     cfg = configure(work, f"evaluate.baseline={work / 'blank'}")
     rows = drafters.load_rows(cfg, "test", sampled=True)
     name, other = rows[0]["sample_id"], rows[1]["sample_id"]
@@ -128,8 +128,8 @@ def test_a_regression_set_is_answered_once_and_walked(work, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_regression_answers_end_where_the_engine_ends_them(work, tmp_path, dtype):
-    """At an end of text that generation_config.json alone knows, where vLLM stops, too; in the
-    dtype that the config says, which the answers name.
+    """They end at an id that only generation_config.json names, as in vLLM. They are computed in
+    the configured dtype, and the kept file names it.
     """
     target = shutil.copytree(work / "target", tmp_path / "target")
     asked = [{"question": f"w{5 + i} w9", "answer": ""} for i in range(6)]
@@ -153,7 +153,7 @@ def test_regression_answers_end_where_the_engine_ends_them(work, tmp_path, dtype
 def test_a_set_that_a_target_too_large_would_have_to_answer_is_skipped_by_name(
     work, tmp_path, monkeypatch
 ):
-    """Nothing is loaded, the evaluation says why, and the gate does not pass over it."""
+    """Nothing is loaded, the evaluation says why, and the gate refuses the drafter."""
     gsm = write(tmp_path / "large.jsonl", {"question": "w31 w9", "answer": ""})
     monkeypatch.setattr(devices, "free_bytes", lambda: 1000)
     monkeypatch.setattr(regression_sets, "load_target", None)
@@ -168,7 +168,7 @@ def test_a_set_that_a_target_too_large_would_have_to_answer_is_skipped_by_name(
 
 @pytest.mark.parametrize("aside", [False, True])
 def test_a_regression_set_without_a_round_is_skipped_by_name(work, tmp_path, monkeypatch, aside):
-    """It ended evaluate after all replay, with a message that did not name the set."""
+    """It once ended evaluate after all replays, with a message that did not name the set."""
     one = write(
         tmp_path / "one.jsonl", *[{"question": f"w{5 + i}", "answer": "1"} for i in range(2)]
     )
@@ -219,7 +219,7 @@ def test_two_sets_of_one_name_are_refused(work, tmp_path):
 
 
 def test_a_drafter_with_other_taps_is_compared_on_the_same_samples(work, tmp_path):
-    """It could never replace a champion: evaluate refused the comparison, the gate asked for it."""
+    """It could once never replace a champion: evaluate refused the comparison the gate needs."""
     work = shutil.copytree(work, tmp_path / "work")
     cfg = configure(work, f"evaluate.baseline={work / 'blank'}")
     other = cfg.override("drafter", taps=[1, 4], block_size=4)
@@ -267,14 +267,16 @@ def test_a_leaking_set_is_counted_and_said(work, monkeypatch, capsys):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_side_is_replayed_in_the_dtype_of_the_config(work, dtype):
-    """In bfloat16 an untrained drafter met features of another dtype: a traceback behind verify."""
+    """In bfloat16 an untrained drafter once got features of another dtype: a traceback, in the demo
+    after verify.
+    """
     name = str(dtype).removeprefix("torch.")
     cfg = configure(work, f"evaluate.baseline={work / 'blank'}", f"target.dtype={name}")
     borrowed = drafters.load_on(cfg)
     assert borrowed[0].dtype == dtype
     assert drafters.drafter_on(work / "blank", borrowed).fc.weight.dtype == dtype
     found = evaluate.run(cfg)
-    # The tiny target's answers are memorised with room: 0.1 tau is five rounds in 200.
+    # The drafter has memorised the answers well enough: 0.1 tau is five rounds in 200.
     assert found["tau"]["pooled"] == pytest.approx(known_tau(work), abs=0.1)
     rows, requests = load_requests(cfg, "test")
     walks = untrained_walks(cfg, requests, 4)

@@ -1,4 +1,4 @@
-"""Harvest: one bad sample is set aside, a rate of them stops it, nothing finished is lost."""
+"""Harvest: a bad sample is set aside, too many of them are an error, finished work is kept."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """No Ray: an actor takes seconds to start. `harvested` (tests/conftest.py) was made by some."""
+    """Run without Ray: an actor takes seconds to start. `harvested` (tests/conftest.py) has it."""
     monkeypatch.setattr(actors, "by_actors", here)
 
 
@@ -114,7 +114,7 @@ def test_an_answer_of_another_model_is_set_aside_and_stops_nothing(mine, tmp_pat
 
 
 def test_samples_that_an_engine_spoiled_come_back_with_another_one(mine, tmp_path, monkeypatch):
-    """The advice was to change backend or dtype, but the samples were skipped for ever."""
+    """The advice was to change backend or dtype, but the samples were still skipped."""
     cfg, own, other = mine
     records = plain(own)
     write_log(tmp_path, [*by(other, records[:1]), *records[1:]])
@@ -143,7 +143,7 @@ def test_samples_that_an_engine_spoiled_come_back_with_another_one(mine, tmp_pat
 
 
 def test_a_sample_that_an_older_version_set_aside_is_tried_once_more(mine, tmp_path):
-    """Its row does not say which engine was to blame."""
+    """Its row does not say which engine made the features."""
     cfg, own, _ = mine
     write_log(tmp_path, plain(own))
     ingest.run(cfg)
@@ -222,7 +222,7 @@ def test_each_check_names_its_reason(models):
 def test_a_killed_harvest_keeps_its_shards_when_traffic_arrives_in_between(
     mine, tmp_path, monkeypatch
 ):
-    """Shards are chunks of sorted ids: new traffic once gave all of them other names."""
+    """Shards are chunks of the sorted ids, so new traffic once changed the names of all of them."""
     cfg, own, _ = mine
     write_log(tmp_path, plain(own))
     ingest.run(cfg)
@@ -248,13 +248,13 @@ def test_a_killed_harvest_keeps_its_shards_when_traffic_arrives_in_between(
 
 @pytest.fixture
 def features(harvested, tmp_path, in_process):
-    """(configuration, features folder) of a work folder of one's own."""
+    """(configuration, features folder) of a new work folder."""
     cfg = configure(shutil.copytree(harvested, tmp_path / "work"))
     return cfg, samples.features_folder(cfg, target_id(cfg.target_path))
 
 
 def rewrite(folder, change):
-    """Change the rows of the first shard, as a writer with a fault would: its manifest agrees."""
+    """Change the rows of the first shard as a faulty writer would: its manifest matches."""
     path = shard_paths(folder)[0]
     rows = open_table(path).to_pylist()
     change(rows)
@@ -340,7 +340,7 @@ def test_what_has_not_changed_is_not_read_again(features, monkeypatch):
 
 
 class Short:
-    """An engine that refuses, with the whole batch, what fills its context."""
+    """An engine that refuses a whole batch if one sequence does not fit its context."""
 
     def __init__(self, target, tokens):
         self.target, self.tokens = target, tokens

@@ -1,4 +1,4 @@
-"""Whatever clients write into their labels: every stage runs, and shows it as the text it is."""
+"""Whatever clients write into their labels: every stage runs, and shows the label as plain text."""
 
 import contextlib
 import io
@@ -64,7 +64,7 @@ TRAINING = ["train.steps=2", "train.val_every=1", "train.max_slice_loss=1"]
 def told(tmp_path_factory, rivals):
     """{stage: (exit code, summary, what people see)}: the loop over traffic with these labels."""
     work = shutil.copytree(rivals, tmp_path_factory.mktemp("hostile") / FOLDER)
-    shutil.rmtree(work / "traffic")  # of the same samples with other labels
+    shutil.rmtree(work / "traffic")  # it has the same samples with other labels
     shutil.rmtree(work / "rejects")
     log = work / "capture" / "log.jsonl"
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -101,7 +101,7 @@ def test_tables_show_labels_as_they_are(told, stage):
 
 
 def test_the_json_line_keeps_every_label_exactly(told):
-    """In the one form that ingest gives it."""
+    """In the Unicode form that ingest gives it."""
     assert set(told["ingest"][1]["domains"]) == set(NAMED)
     evaluation = told["evaluate"][1]
     tau = evaluation["tau"]

@@ -180,7 +180,7 @@ def test_bytes_of_rejects_are_bounded_for_each_log(configure, monkeypatch):
 
 
 def test_rotated_and_compressed_logs_are_read_and_counted_once(configure, capsys):
-    """A folder's rotated logs were missed; as a glob the .gz was read as text."""
+    """Rotated logs of a folder were once missed, and a .gz found by a glob was read as text."""
     cfg = configure()
     path = write_log(cfg, "capture.jsonl", [line(i) for i in range(8)])
     write_log(cfg, "capture.jsonl.1", [line(i) for i in range(8, 12)])
@@ -199,7 +199,7 @@ def test_rotated_and_compressed_logs_are_read_and_counted_once(configure, capsys
 
 
 def test_an_unchanged_log_is_not_read_again(configure, monkeypatch):
-    """Every run hashed all bytes of all logs, and of all shards."""
+    """Every run once hashed all bytes of all logs and shards."""
     cfg = configure()
     logs = [write_log(cfg, f"{i}.jsonl", [line(i) for i in range(i, 50)]) for i in range(3)]
     monkeypatch.setattr(store.digests, "SETTLED", 0)

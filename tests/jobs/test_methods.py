@@ -16,7 +16,7 @@ from tests.tiny import make_target
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A target, and nothing else."""
+    """A work folder with a target and nothing else."""
     folder = tmp_path_factory.mktemp("methods")
     make_target(folder / "target")
     return folder
@@ -81,7 +81,7 @@ def test_what_the_engine_refuses_is_listed_with_its_reason(work, monkeypatch):
 
     def attempt(up):
         plain: Any = Plain()
-        control: Any = None  # nothing is answered, so nothing is compared
+        control: Any = None  # not used: no answer is compared
         plain.up = up
         return method_runs.attempt(
             cfg, draft_methods.describe(cfg, "ngram"), plain, [], [], control, []
@@ -90,7 +90,7 @@ def test_what_the_engine_refuses_is_listed_with_its_reason(work, monkeypatch):
     cfg = configure(work)
     monkeypatch.setattr(method_runs, "start", lambda *_: Refusing())
     with pytest.raises(ValueError, match="no such method"):
-        attempt(False)  # it is the plain server that died: no method is to blame
+        attempt(False)  # the plain server died, so the method did not fail
     row, speeds = attempt(True)
     assert (row["available"], speeds) == (False, [])
     line = table_line({"method": "ngram", "settings": {}, **row}, 6)

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory, ray_cluster):
-    """A target with captured greedy chat traffic, and a drafter that knows the answers by heart."""
+    """A target with captured greedy chat traffic, and a drafter that has memorised the answers."""
     return make_chats(tmp_path_factory.mktemp("preflight"))
 
 
@@ -125,7 +125,7 @@ def test_a_broken_folder_is_refused_before_a_server_starts(work, capsys, monkeyp
 
 
 def test_a_mislabelled_folder_that_vllm_serves_as_it_says_is_named(work):
-    """Rope of another base, taps of another convention: vLLM and replay agree, both wrong."""
+    """Another RoPE base, or taps in another convention: vLLM and replay agree, both are wrong."""
     good = engine_trial.load_drafter(work / "drafters" / "good")
     for wrong, name in (({"rope_theta": 7.0}, "rope_theta 10000"), ({"mask_token_id": 2}, "96")):
         drafter = new_drafter(replace(good.cfg, **wrong), 0)
@@ -179,8 +179,8 @@ def test_another_text_is_blamed_on_the_target(first, ours):
 
 
 def test_answers_that_are_not_the_recorded_ones_do_not_fail_tau(first, ours, answers):
-    """In bfloat16 most texts part from the recorded ones at a tie; rounds are compared on the
-    served text, whatever was recorded.
+    """In bfloat16 most texts leave the recorded ones at a tie. Rounds are compared on the served
+    text, so that does not matter.
     """
     other = replace(ours, rows=[row | {"output_ids": [9, 9]} for row in ours.rows])
     check, measured = engine_checks.check_tau(other, first[1], answers)
@@ -189,7 +189,7 @@ def test_answers_that_are_not_the_recorded_ones_do_not_fail_tau(first, ours, ans
 
 
 def test_answers_shorter_than_a_block_are_not_checked(first, ours):
-    """Every round is cut at the end of the answer: equal counts would be an ok about nothing."""
+    """Every round is cut at the end of the answer, so equal counts would prove nothing."""
     _, served = first
     short = replace(served, answers=[cut(one, ours.k) for one in served.answers])
     answers = [engine_trial.answer_of(ours, one) for one in short.answers]
@@ -213,7 +213,7 @@ def test_a_preflight_that_compared_nothing_is_not_passed():
 
 
 def test_a_sound_drafter_passes_in_bfloat16(work):
-    """13,517 drafts were ours, yet near ties and texts failed it."""
+    """All 13,517 drafts once equalled ours, but near ties and texts failed the preflight."""
     good = work / "drafters" / "good"
     summary = preflight.run(configure(work, f"preflight.drafter={good}", "target.dtype=bfloat16"))
     found = rows(summary)

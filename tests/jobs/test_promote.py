@@ -171,7 +171,7 @@ def test_another_shape_needs_a_word(cfg):
 
 
 def test_config_edited_after_the_evaluation(cfg, capsys):
-    """The same weights under another config are another drafter, whose tau nobody measured."""
+    """The same weights with another config are another drafter, whose tau is not measured."""
     folder = make_drafter(cfg, "one", 1)
     evaluate(cfg, folder)
     path = folder / "config.json"
@@ -233,7 +233,7 @@ def test_rollback_skips_what_no_longer_loads(cfg):
 
 
 def test_a_leaking_held_out_set_decides_nothing(cfg):
-    """Turns of one chat on both sides of the split: what was learned by heart is no gain."""
+    """With turns of one chat on both sides of the split, a gain may be memorised text."""
     folder = make_drafter(cfg, "one", 1)
     evaluate(cfg, folder, leaking={"leaking": 2, "samples": 100})
     (reason,) = promote.run(cfg)["reasons"]
@@ -291,8 +291,8 @@ def test_lease_names_its_holder(cfg):
 
 @pytest.mark.slow
 def test_two_racing_promoters_and_a_killed_one(cfg):
-    """Both were evaluated against no champion: one wins, the other has to be evaluated again. A
-    third process that dies with the lease in hand keeps nobody out."""
+    """Both were evaluated when there was no champion: one wins, the other must be evaluated again.
+    A third process that dies while it holds the lease blocks nobody."""
     hold = (
         "import sys, time; from jobs.base.config import load\n"
         "from jobs.registry.lease import lease\n"
@@ -351,7 +351,7 @@ def formerly(cfg, number):
 
 
 def test_after_the_upgrade_the_old_champion_can_be_followed_and_returned_to(cfg):
-    """Its target_id is the former one of the same folder: promote and rollback both refused it."""
+    """Its target_id is the former id of the same folder. Promote and rollback once refused it."""
     first, _ = promoted(cfg, "one", 1)
     formerly(cfg, "1")
     _, summary = promoted(cfg, "two", 2, against=first)

@@ -259,7 +259,7 @@ def test_k_serving_and_gaps_are_told(cfg, measured):
 
 
 def test_a_drafter_that_failed_verify_is_not_recommended(cfg, measured):
-    """The page said `yes` and `Serve with K` whatever the result was."""
+    """The page once said `yes` and `Serve with K` even after a failed verify."""
     faults = ["served tau 2.000 is -10.0% off the replayed 2.222 (limit 1.0%)", "texts <differ>"]
     wrong = [{"sample_id": "s1", "near_tie": False}]
     failed = {"ok": False, "faults": faults, "comparison": {"faults": faults[:1]}}

@@ -81,7 +81,7 @@ def test_example_of_the_definition(cfg):
 
 
 def test_micro_and_macro_are_told_apart(cfg):
-    """fault d1: 90 accepted in 10 rounds and 1 in 100: macro 5.5, micro 1.83."""
+    """90 accepted drafts in 10 rounds, and 1 in 100 rounds: macro 5.5, micro 1.83."""
     base = next(rows("d1", 1))
     first, second = {"accepted": [9] * 10}, {"accepted": [1] + [0] * 99}
     publish(cfg, "a", [base | first, base | second])
@@ -206,7 +206,7 @@ def test_the_json_line_has_numbers_where_sql_has_numbers(cfg, tmp_path, capsys):
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """A machine whose zone is a day behind UTC for half of each day."""
+    """A machine in a time zone whose date is behind that of UTC for half of each day."""
     monkeypatch.setenv("TZ", "Pacific/Honolulu")
     time.tzset()
     yield
@@ -222,7 +222,7 @@ def test_days_are_utc_days_wherever_the_machine_is(cfg):
 
 
 def test_the_traffic_view_is_what_training_reads(cfg):
-    """Merged samples counted twice, and language and shaped were missing."""
+    """Once merged samples counted twice, and the columns language and shaped were missing."""
     base = dict.fromkeys(TRAFFIC.names) | {
         "target_id": "t",
         "repeat_count": 1,

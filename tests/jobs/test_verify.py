@@ -89,7 +89,7 @@ def test_a_pass_is_kept_and_reused(first, work, monkeypatch):
 
 
 def test_a_changed_config_is_another_drafter(first, work, monkeypatch):
-    """With another rms_norm_eps tau fell from 2.70 to 1.29, and the old result was shown."""
+    """With another rms_norm_eps tau fell from 2.70 to 1.29, but the kept result was shown."""
     changed = shutil.copytree(work / "drafters" / "good", work / "changed")
     path = changed / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1.0}))
@@ -99,7 +99,7 @@ def test_a_changed_config_is_another_drafter(first, work, monkeypatch):
 
 
 def again(monkeypatch, work, measured):
-    """Verify once more from these measurements, by the command: exit code and messages count."""
+    """Run the command `verify` again on these measurements, for its exit code and messages."""
     for path in work.glob("verified/*.json"):
         path.unlink()
     monkeypatch.setattr(verify, "measure", lambda *args: measured)
@@ -107,7 +107,7 @@ def again(monkeypatch, work, measured):
 
 
 def test_an_engine_that_computes_another_drafter_fails(first, work, monkeypatch, capsys):
-    """The numbers were printed side by side, and the exit code was 0."""
+    """Once the different numbers were only printed, and the exit code was 0."""
 
     def changed(*args):
         drafter = real(*args)

@@ -8,13 +8,13 @@ import torch
 TAPS = (1, 3)
 VOCABULARY = 128
 LEARNED = [[0, 5 + i, 9, 20 + i] for i in range(6)]
-"""Prompts whose greedy answers `learned_drafter` knows by heart."""
+"""Prompts whose greedy answers `learned_drafter` has memorised."""
 ANSWER = 24
 
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory) -> Path:
-    """A Llama of 6 layers, hidden 64, with a word tokenizer; logits wide enough to have no ties."""
+    """A Llama of 6 layers, hidden 64, with a word tokenizer; logits are too far apart for ties."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tests.tiny import add_tokenizer
@@ -52,7 +52,9 @@ def tiny_drafter(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def learned_drafter(tmp_path_factory, tiny_target) -> Path:
-    """The same drafter after a few seconds with the greedy answers to LEARNED: accepted often."""
+    """The same drafter after a few seconds of training on the greedy answers to LEARNED: its drafts
+    are accepted often.
+    """
     from dflash.checkpoint import save_drafter
     from dflash.model import new_drafter
     from dflash.target_model import load_target

@@ -37,7 +37,7 @@ def taps(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def key_norm(runner: Any) -> Iterator[None]:
-    """Without our plugin: what vLLM 0.32 does on a CPU by itself."""
+    """What vLLM 0.32 does on a CPU without our plugin."""
     from vllm import _custom_ops as ops
 
     with mock.patch.object(ops, "rms_norm", ops.rms_norm.original):  # pyright: ignore
@@ -116,7 +116,7 @@ def _spoilt(norm: Any) -> Iterator[None]:
 
 
 def weights(runner: Any):
-    """A tensor that is not the file's, as a missing one would be."""
+    """One tensor differs from the file, as if it were missing there."""
     return _spoilt(runner.drafter.model.model.layers[1].post_attention_layernorm)
 
 

@@ -186,7 +186,9 @@ def test_other_endpoints_are_left_alone(make, path):
 
 
 def test_a_label_that_says_nothing_does_not_make_sampling_all_or_nothing(make, monkeypatch):
-    """Every request of a client that sends "None" was one conversation, kept or dropped as one."""
+    """All requests of a client that sends "None" were once one conversation, so sampling kept all
+    of them or none.
+    """
     monkeypatch.setenv("FLYWHEEL_CAPTURE_SAMPLE", "0.5")
     for label in ("None", "null", "0"):
         middleware = make(FakeServer([json.dumps(CHAT).encode()]))

@@ -1,4 +1,4 @@
-"""The writer while its file system fails: nothing torn, everything counted, few words."""
+"""The writer while its file system fails: no partial record, everything counted, few messages."""
 
 import collections
 import json
@@ -30,7 +30,7 @@ def counts():
 
 @pytest.fixture
 def writer(tmp_path, counts):
-    """A writer into a folder of its own; send() waits until everything is dealt with."""
+    """A writer into a new folder; send() waits until every record is written or counted as lost."""
     started = Writer(tmp_path / "log" / "log.jsonl", lambda outcome, n: counts.update({outcome: n}))
     yield started
     started.close()
@@ -45,7 +45,7 @@ def send(writer, number):
 
 @pytest.fixture
 def full_disk():
-    """A limit on the size of files: as on a full disk, a write takes a part and then fails."""
+    """Limit the size of files: as on a full disk, a write then takes a part and fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size):

@@ -1,4 +1,4 @@
-"""What the capture reads of a request: consent, labels, sampler, and what shapes the answer."""
+"""What the capture reads from a request: consent, labels, sampler, and what shapes the answer."""
 
 import json
 
@@ -76,7 +76,7 @@ def test_a_no_written_twice_in_the_body_is_a_no(body):
     ],
 )
 def test_an_opt_out_that_ingest_honours_is_not_recorded(body):
-    """The capture looked for fewer spellings, in fewer places."""
+    """The capture once looked for fewer spellings of an opt-out, and in fewer places."""
     asked = read([(CONSENT, b"true")], body)
     assert asked is not None
     assert not asked.consents

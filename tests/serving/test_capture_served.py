@@ -44,7 +44,7 @@ OF_THE_MOMENT = ("id", "created", "metrics")
 
 @pytest.fixture(scope="module")
 def server(tiny_target, tmp_path_factory):
-    """A server with capture behind a proxy's path, whose model comes with a penalty."""
+    """A server with capture, under a proxy's path prefix; the model's defaults have a penalty."""
     folder = tmp_path_factory.mktemp("served")
     shutil.copytree(tiny_target, folder / "target")
     add_tokenizer(folder / "target", 128, TEMPLATE)
@@ -142,7 +142,7 @@ PLAIN = """
     kv_transfer_params ec_transfer_params repetition_detection stream_interval prompt suffix
     prompt_embeds watermarking
 """
-"""Fields that move no greedy choice, or are no plain request (store/shaping.py says why)."""
+"""Fields that change no greedy choice, or make no plain request (store/shaping.py says why)."""
 
 
 def test_every_field_of_vllms_requests_was_looked_at():

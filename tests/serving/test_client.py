@@ -192,7 +192,7 @@ def test_served_rounds_are_cut_at_the_end_of_the_answer():
 def test_an_answer_of_one_token_has_no_round():
     spec = {"num_spec_steps": 0, "num_spec_tokens": 5}
     assert rounds(answer([7], spec)) == ([], [])
-    null = {"per_step_accepted": None, "per_step_drafted": None}  # so it stands in the response
+    null = {"per_step_accepted": None, "per_step_drafted": None}  # as in vLLM's response
     assert rounds(answer([7], spec | null)) == ([], [])
 
 

@@ -14,14 +14,14 @@ pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
 
 def _in_fresh_process(code: str) -> str:
-    """Patches change modules for good, so each case gets a process of its own."""
+    """Patches change modules permanently, so each case runs in its own process."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1]
 
 
 def test_unpatched_cpu_has_both_faults_and_is_refused():
-    # When this fails on a newer vLLM, the fault it no longer lists is fixed upstream: drop ours.
+    # If a newer vLLM no longer lists a fault, it is fixed upstream: remove our patch for it.
     code = (
         "from serving import cpu_fixes\n"
         "faults = cpu_fixes.check()\n"

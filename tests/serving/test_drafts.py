@@ -25,7 +25,7 @@ def completion(accepted, num_output):
 
 @pytest.fixture
 def recorded(tmp_path):
-    """Two requests in one batch; `a` has a prompt in two chunks and three rounds."""
+    """Two requests in one batch. The prompt of `a` is computed in two chunks."""
     steps = [["cmpl-a-0-x", [n, n, n]] for n in range(6)]
     steps.insert(2, ["cmpl-ab-0-y", [9, 9, 9]])
     path = tmp_path / "drafts.jsonl"
@@ -34,12 +34,13 @@ def recorded(tmp_path):
 
 
 def test_rounds_are_the_last_steps_but_one(recorded):
-    # Steps 0 and 1 end chunks of the prompt, step 1 drafts for round 1, step 5 for no round.
+    # Steps 0 and 1 end the two chunks of the prompt. Step 1 drafts for round 1. Step 5's drafts
+    # belong to no round.
     assert drafted(completion([0, 1, 2, 0], 8), recorded) == [[n, n, n] for n in (1, 2, 3, 4)]
 
 
 def test_rounds_behind_the_end_are_cut_like_the_counts(recorded):
-    # vLLM counted 3 in the last round, of which one was emitted, and a round more.
+    # In the last round vLLM counted 3 drafts, but emitted one. Then a round more is counted.
     assert drafted(completion([0, 1, 3], 5), recorded) == [[2, 2, 2], [3, 3, 3], [4, 4, 4]]
     assert drafted(completion([0, 3, 3], 5), recorded) == [[2, 2, 2], [3, 3, 3]]
 

@@ -62,7 +62,7 @@ def learned(tiny_target, learned_drafter, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(tiny_target, learned_drafter):
-    """What the second server serves, for the reference decoder and for replay."""
+    """The models of the second server, for the reference decoder and for replay."""
     return load_target(tiny_target, torch.float32), load_drafter(learned_drafter)
 
 
@@ -166,8 +166,8 @@ def test_a_length_limit_is_counted_as_vllm_counts_it(learned, models, limit):
 
 @pytest.mark.parametrize("place", [4, 5, 6, 7])
 def test_an_end_inside_an_accepted_run_is_counted_as_vllm_counts_it(learned, models, place):
-    """By token id, like the end of text: vLLM counts what matched behind it, we do not. By stop
-    string: the ids end with the token that completes it, and vLLM reports no counts at all.
+    """A stop token id works like the end of text: vLLM counts drafts that match after it, not we.
+    With a stop string, the ids end with the token that completes it; vLLM reports no counts then.
     """
     target, drafter = models
     fulls = {tuple(p): decode(target, p, 24, (), drafter, 3) for p in LEARNED}

@@ -37,7 +37,9 @@ def dtype(request):
 
 @pytest.fixture(scope="module")
 def noise(traces, drafter, target, tiny_target, config):
-    """What our own rounding turns around of the healthy engine's drafts, as preflight measures."""
+    """How many of our drafts rounding alone changes, on the healthy engine's text, as preflight
+    measures it.
+    """
     precise = load_target(tiny_target, torch.float32)
     wide = drafter_of(config, {n: t.float() for n, t in drafter.state_dict().items()})
 
@@ -69,7 +71,7 @@ def config(tiny_drafter):
 
 @pytest.fixture(scope="module")
 def requests(tiny_target, config):
-    """Greedy answers of the target in float32: what the drafter learns by heart."""
+    """Greedy answers of the target in float32, which the drafter memorises."""
     target = load_target(tiny_target, torch.float32)
     found = []
     for i in range(12):
@@ -82,7 +84,7 @@ def requests(tiny_target, config):
 
 @pytest.fixture(scope="module")
 def drafter(requests, tiny_target, config, dtype):
-    """Learned in float32, and as the engine of this dtype has it."""
+    """The drafter, trained in float32, in the dtype of the engine."""
     learned = learn(config, load_target(tiny_target, torch.float32), requests, steps=70)
     return learned.to(dtype)
 
@@ -189,12 +191,12 @@ def test_a_planted_fault_is_caught_and_recognised(
 ):
     failed, own, _ = verdict(served, drafter, target, traces, noise, fault)
     if fault == "causal" and target.dtype == torch.bfloat16:
-        # It turns no more drafts around than rounding (38 and 38 of 876), and no round changes.
+        # The fault changes as many drafts as rounding alone (38 of 876 each), and no round.
         assert failed == set()
         assert len(own.mismatches) <= 2 * len(noise.mismatches)
         return
     assert "drafts" in failed
-    # Block slots that see each other hardly matter to this drafter: of it, rounds may say nothing.
+    # This drafter hardly uses attention between the slots of a block, so rounds may not change.
     assert "rounds" in failed or fault == "causal"
     found, unsure = traces(fault), engine_checks.TWICE * noise.beyond(ties) / noise.drafts
     models = (drafter, target.embedding, target.head)

@@ -1,4 +1,4 @@
-"""Texts with a drafter, judged by what the plain server says to its own."""
+"""Texts with a drafter, judged by how the plain server reads them and its own answers again."""
 
 import random
 
@@ -48,7 +48,9 @@ def test_identical_texts_are_lossless():
 
 
 def test_what_the_plain_server_says_to_its_own_answers_is_no_alarm():
-    """bfloat16, 135M: half of the texts part, gaps sit on quantised steps up to 0.625."""
+    """As for the 135M target in bfloat16: half of the texts differ, and gaps are multiples of the
+    rounding step, up to 0.625.
+    """
     control = reading(r0=[0.125] * 12, r1=[0.25] * 8, r2=[0.625, 0.5])
     drafted = reading(r3=[0.625], r4=[0.25] * 9, r5=[0.125] * 14)
     report = judge(*texts(range(13)), control, drafted, 0.25)
@@ -58,7 +60,7 @@ def test_what_the_plain_server_says_to_its_own_answers_is_no_alarm():
 
 
 def test_one_token_that_no_tie_explains_is_different():
-    """Wherever it is behind the first difference, and however few: one is enough."""
+    """One such token is enough, anywhere after the first difference."""
     report = judge(*texts([3, 4]), reading(r0=[0.5]), reading(r3=[0.25], r4=[2.0, 0.0]), 0.5)
     [wrong] = report.different
     assert (wrong.index, wrong.position, wrong.plain_id, wrong.drafted_id) == (4, 40, 5, 6)
@@ -74,7 +76,7 @@ def test_an_answer_that_is_cut_off_is_different():
 
 
 def test_more_lost_tokens_than_the_control_has_are_different_too():
-    """Every gap is small, but the drafter decides ties that the plain server decides alike."""
+    """Every gap is small, but many more tokens are lost with the drafter than in the control."""
     few, many = reading(r0=[0.1] * 5), reading(r3=[0.1] * 30)
     report = judge(*texts([3]), few, many, 0.5)
     assert report.chance < LEVEL

@@ -79,7 +79,9 @@ def result(cfg):
 
 
 def test_rounds_are_counted_alike_for_every_method(result):
-    """Of steps without a draft only the engine's counter knows; with one each, both agree."""
+    """Only the engine's counter includes steps without a draft. If every step has drafts, it equals
+    the sum over requests.
+    """
     found, answers = result
     assert found["none"]["tau"]["pooled"] == 1.0
     dflash, ngram = found["dflash"], found["ngram"]

@@ -1,4 +1,4 @@
-"""Our rejection sampling and vLLM's own: the same masks, the same law."""
+"""Our rejection sampling and vLLM's own: the same masks, the same distribution."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
 DRAWS = 20_000
-# vLLM's sampler on this machine, in a process of its own: patches change modules for good.
+# vLLM's sampler on this machine, in its own process: patches change modules permanently.
 SAMPLE = """
 import json, sys, torch
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Free memory within a container's limit, and what a server takes of it."""
+"""Free memory within a container's limit, and how much of it a server takes."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_a_container_of_version_2_counts_with_its_limit(tmp_path):
 
 
 def test_a_container_that_sees_its_own_group_as_root(tmp_path):
-    """Version 1 in a container: the path of the host, mounted as the root of what we see."""
+    """cgroup version 1 in a container: the path is the host's, but the group is mounted as root."""
     me = tmp_path / "cgroup"
     me.write_text("9:name=systemd:/\n4:memory:/docker/abc\n0::/\n")
     limits = {"memory__limit_in_bytes": 6 * GIB, "memory__usage_in_bytes": 2 * GIB}

@@ -50,7 +50,9 @@ def samples(target):
 
 
 def trained(target, samples, causal, vocabulary):
-    """A drafter of window 6 that knows these answers a little: accepted about once a round."""
+    """A drafter with window 6 that knows these answers a little: about one draft is accepted per
+    round.
+    """
     shape: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 96,

@@ -95,7 +95,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 
 
 def test_a_target_with_its_decoder_in_text_config_is_named_as_not_supported(tmp_path):
-    """A KeyError once: hidden_size is not where it is looked for."""
+    """It was once a KeyError: hidden_size is in text_config."""
     drafter = folder(tmp_path / "drafter", DRAFTER)
     nested = folder(tmp_path / "nested", {"model_type": "gemma3", "text_config": TARGET})
     with pytest.raises(ValueError, match=r"gemma3 keeps its decoder in text_config.*not supported"):

@@ -1,4 +1,4 @@
-"""One no wins, in every copy and every part."""
+"""A single refusal of consent wins, in every copy and every part of a record."""
 
 import pytest
 

@@ -84,8 +84,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_features_that_are_not_what_was_written_are_refused_by_name(tmp_path, name):
-    """NaN in three samples once gave an interval of tau that began below zero; exchanged features
-    trained without a word.
+    """NaN in three samples once gave an interval of tau that began below zero. And training once
+    took exchanged features without an error.
     """
     change, said = DAMAGE[name]
     first, second = (features_row(n, [1, 2, 3], torch.randn(3, 32).bfloat16()) for n in "ab")
@@ -205,7 +205,7 @@ def test_cache_names_missing_samples_and_refuses_other_features(shards):
 
 
 def test_a_shard_that_was_taken_away_meanwhile_is_named(shards):
-    """It was a FileNotFoundError, which no stage explains."""
+    """It was once a FileNotFoundError without an explanation."""
     paths, known = shards
     cache = FeatureCache(paths, "t", [1, 5], 16, known.keys(), 0)
     for path in paths:

@@ -1,4 +1,4 @@
-"""From one log to what its folders list: each record once, no byte longer than it may be kept."""
+"""From one log to published shards: each record once, and no byte is kept longer than allowed."""
 
 from dataclasses import replace
 
@@ -31,13 +31,13 @@ def read(tmp_path):
 
 
 def test_rejects_of_a_grown_log_are_counted_once(tmp_path, read):
-    """The view `rejects` held them once for each state of the log."""
+    """The view `rejects` had them again for each earlier state of the log."""
     log = tmp_path / "log"
     log.write_bytes(line() + b"}{\n")
     assert read() == read() == [b"}{\n"]
     log.write_bytes(log.read_bytes() + b"]]\n" + line())
     assert read() == read() == [b"}{\n", b"]]\n"]
-    log.write_bytes(line())  # another log: nobody knows that it was this one
+    log.write_bytes(line())  # another log: that it was this one is not known
     assert len(read()) == 2
 
 

@@ -1,4 +1,4 @@
-"""Logs as they are found: rotated, compressed, cut, with a mark, or no logs at all."""
+"""Logs as they are found: rotated, compressed, truncated, with a byte order mark, or not logs."""
 
 import gzip
 import json
@@ -81,7 +81,7 @@ def test_a_large_compressed_log_is_read_in_pieces(tmp_path):
 
 
 def test_rotated_logs_of_a_folder_are_found_and_the_rest_is_named(tmp_path):
-    """Rotated and compressed logs were missed without a word."""
+    """Rotated and compressed logs were once missed silently."""
     names = ["capture.jsonl", "capture.jsonl.1", "capture.jsonl-20261129.gz", "b.jsonl.zst"]
     others = ["README.md", "sub/", "x.jsonl.gz.tmp", "y.parquet"]
     for name in [*names, *others, ".hidden.jsonl"]:
@@ -125,7 +125,7 @@ SERVED = b"INFO 11-30 12:00:00 [logger.py:39] Received request chat-1: prompt: '
 
 @pytest.mark.parametrize("lines", [1, 20_000])
 def test_one_line_of_the_server_in_a_log_does_not_hide_its_records(tmp_path, lines):
-    """Fifty good records were "the server's own text log" because of it."""
+    """Such a line once made fifty good records "the server's own text log"."""
     (tmp_path / "log").write_bytes(SERVED * lines + LINES)
     assert other_kind(tmp_path / "log") is None
     (tmp_path / "log").write_bytes(SERVED * lines + b'{"level": "info"}\n')
@@ -133,7 +133,7 @@ def test_one_line_of_the_server_in_a_log_does_not_hide_its_records(tmp_path, lin
 
 
 def test_a_cut_zstd_log_gives_all_but_its_last_piece(tmp_path):
-    """A log of 400 kB gave nothing, a larger one lost its last MiB.
+    """A log of 400 kB once gave nothing, and a larger one lost its last MiB.
 
     Lost are the block that is cut (128 KiB) and less than one piece before it.
     """
@@ -151,7 +151,7 @@ def test_a_cut_zstd_log_gives_all_but_its_last_piece(tmp_path):
 
 
 def test_a_glob_of_folders_finds_their_logs(tmp_path):
-    """It was "no such file, folder or glob"."""
+    """It was once refused as "no such file, folder or glob"."""
     for name in ("a", "b"):
         (tmp_path / "logs" / name).mkdir(parents=True)
         (tmp_path / "logs" / name / "c.jsonl").write_bytes(LINES)

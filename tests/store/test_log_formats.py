@@ -113,7 +113,7 @@ def test_last_line_without_newline_is_used_when_it_is_whole(tmp_path):
 
 
 def test_another_model_behind_a_gateway_is_not_the_target(tmp_path):
-    """response.model was not read: half of a gateway's log was another model's."""
+    """response.model was once not read, and half of a gateway's log was another model's."""
     data = pair({"model": "qwen3-8b"}, {"model": "qwen3-4b-fallback"})
     (outcome,) = parse(tmp_path / "l", data)
     assert (outcome.reason, outcome.detail) == (
@@ -138,7 +138,7 @@ def test_a_record_with_the_targets_id_needs_no_name(tmp_path):
 
 
 def test_our_own_captures_are_used_whatever_models_are_listed(tmp_path):
-    """ingest.models dropped records that carry the target's own id."""
+    """ingest.models once dropped records with the target's own id."""
     listed = replace(RULES, models=("qwen3-8b",))
     (row,) = parse(tmp_path / "l", line(target_id="t", model="alias"), listed)
     assert row["model"] is None
@@ -146,7 +146,7 @@ def test_our_own_captures_are_used_whatever_models_are_listed(tmp_path):
 
 
 def test_a_name_of_the_client_is_detail_and_no_reason(tmp_path):
-    """Its raw characters were in the reason: half a character could not be written to rejects/."""
+    """Its raw characters were once in the reason, and a lone surrogate cannot be written."""
     doubled = b'{"v":1,"\\ud800\\n%s":1,"\\ud800\\n%s":2}\n' % (b"x" * 999, b"x" * 999)
     (outcome,) = parse(tmp_path / "l", doubled)
     assert (outcome.reason, len(outcome.detail)) == ("duplicate_field", 103)
@@ -156,7 +156,7 @@ def test_a_name_of_the_client_is_detail_and_no_reason(tmp_path):
 
 
 def test_labels_are_in_one_form(tmp_path):
-    """Domains of one name in two Unicode forms had two splits and two slices."""
+    """A domain name in two Unicode forms once made two splits and two slices."""
     composed, split = "b\u00fcro", "bu\u0308ro"
     rows = parse(tmp_path / "l", line(domain=composed) + line(domain=f" {split} "))
     assert [row["domain"] for row in rows] == [composed, composed]
@@ -167,7 +167,7 @@ def test_labels_are_in_one_form(tmp_path):
     [(1234, "1234"), (True, "True"), (["a"], None), ({"a": 1}, None), ("\ud800", "\ufffd")],
 )
 def test_a_label_that_is_no_text_refuses_nothing(tmp_path, label, expected):
-    """`"conversation_id": 1234` was a damaged record; 5 % of them stopped ingest."""
+    """`"conversation_id": 1234` once counted as damage, and 5 % of such records stopped ingest."""
     for data in (line(tenant=label), pair({"metadata": {"tenant": label}})):
         (row,) = parse(tmp_path / "l", data)
         assert row["tenant"] == expected
@@ -176,7 +176,7 @@ def test_a_label_that_is_no_text_refuses_nothing(tmp_path, label, expected):
 
 
 def test_a_conversation_has_one_label_under_both_of_its_names(tmp_path):
-    """The capture read metadata.conversation, ingest metadata.conversation_id."""
+    """The capture once read metadata.conversation, but ingest metadata.conversation_id."""
     for name in ("conversation", "conversation_id"):
         (row,) = parse(tmp_path / "l", pair({"metadata": {name: " c\n1 "}}))
         assert row["conversation_id"] == "c\ufffd1"
@@ -191,7 +191,7 @@ def test_labels_that_say_nothing_are_none(tmp_path, label):
 
 
 def test_a_torn_line_does_not_swallow_the_next_record(tmp_path):
-    """A full disk leaves half a record; the next one went on behind it on the same line."""
+    """A full disk leaves half a record, and the next one follows on the same line."""
     torn = line()[:70]
     outcomes = parse(tmp_path / "l", line() + torn + line(request_id="r2") + line())
     assert [type(o) for o in outcomes] == [dict, Reject, dict, dict]

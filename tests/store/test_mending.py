@@ -1,4 +1,4 @@
-"""A folder of features holds what is published, and nothing that never can be."""
+"""A folder of features holds what is published, and no file that can never be published."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq

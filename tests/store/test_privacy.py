@@ -1,4 +1,4 @@
-"""What an owner did not agree to, or somebody redacted, is counted and never kept."""
+"""Records without consent, or redacted ones, are counted and never kept."""
 
 import time
 
@@ -52,7 +52,7 @@ def test_no_consent_is_counted_and_never_kept(tmp_path, consent):
     ],
 )
 def test_a_refusal_is_seen_before_anything_else_refuses_the_line(tmp_path, data):
-    """Bytes of records without consent reached rejects/ when something else was wrong with them."""
+    """Records without consent once got into rejects/ if something else was wrong with them."""
     assert parse(tmp_path / "l", data) == [NO_CONSENT]
 
 
@@ -95,7 +95,7 @@ REDACTED = "redacted-by-litellm"
     ],
 )
 def test_a_half_redacted_pair_is_counted_and_nothing_of_it_is_kept(tmp_path, data):
-    """Its ids were trained on, and clear answers of redacted logs were copied into rejects/."""
+    """Its ids were once trained on, and readable answers of redacted logs got into rejects/."""
     assert parse(tmp_path / "l", data) == [NotUsed(0, "redacted")]
 
 
@@ -108,7 +108,7 @@ def test_a_half_redacted_pair_is_counted_and_nothing_of_it_is_kept(tmp_path, dat
     ],
 )
 def test_a_mark_beside_a_doubled_name_or_deep_inside_ends_nothing(tmp_path, request_):
-    """The search for the mark raised TypeError and RecursionError, which ended ingest."""
+    """The search for a redaction mark once raised TypeError or RecursionError, and ended ingest."""
     data = b'{"request":{' + request_ + b'},"response":{}}\n'
     assert parse(tmp_path / "l", data) == [NotUsed(0, "redacted")]
 
@@ -130,7 +130,7 @@ def test_values_nested_as_deep_as_json_allows_end_nothing(tmp_path, name):
 
 
 def test_a_long_line_of_brackets_takes_no_time(tmp_path):
-    """The search for a mark took the square of its length, or more."""
+    """The search for a redaction mark once took time quadratic in its length, or more."""
     start = time.monotonic()
     for text in (
         b"[" * 100_000,

@@ -1,4 +1,4 @@
-"""When a rate is evidence."""
+"""When a number of bad records is significant evidence of a rate above the limit."""
 
 import pytest
 

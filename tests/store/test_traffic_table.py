@@ -1,4 +1,4 @@
-"""One row per sample and one side of the split per text, whatever the logs say and in any order."""
+"""One row per sample, and each text on one side of the split, whatever logs say in any order."""
 
 import random
 from collections import Counter
@@ -118,7 +118,7 @@ def chats(count, length=3, opening=(), label=lambda i: None, rng=None):
 @pytest.mark.parametrize("opening", [(), (31, 33, 32, 33)], ids=["plain", "thinking"])
 @pytest.mark.parametrize("label", [None, "None", "service"])
 def test_turns_of_one_chat_are_on_one_side_without_labels(opening, label):
-    """Without labels that say something 26 of 26 test samples had a turn in training.
+    """Without useful labels, 26 of 26 test samples once had another turn of their chat in training.
 
     Templates that open an answer with an empty thought do not repeat it in later turns.
     """
@@ -134,7 +134,7 @@ def test_turns_of_one_chat_are_on_one_side_without_labels(opening, label):
 
 
 def test_a_template_joins_nothing():
-    """Prompts that share all but a few tokens at their end are conversations of their own."""
+    """Prompts that differ only in a few tokens at their end are still different conversations."""
     rows = [sample(turns([300 + i]), second=i) for i in range(300)]
     rows += [sample(turns([300 + i, 400 + i]), second=i) for i in range(300)]  # "hi", "hi there"
     assert len(set(read(rows)["conversation_id"].to_pylist())) == 600
@@ -158,7 +158,7 @@ def test_a_label_joins_what_shares_no_beginning():
 
 
 def test_a_second_log_without_labels_takes_nothing_away():
-    """The earlier captured row won, and its missing label moved the sample to another side."""
+    """The row captured first once won, and its missing label moved the sample to another split."""
     named = chats(60, label=lambda i: f"chat-{i}")
     for r in named:
         r |= {"domain": "tickets", "language": "de"}

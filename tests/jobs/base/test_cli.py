@@ -154,7 +154,7 @@ def test_config_prints_the_schema(capsys):
 
 
 def test_a_section_written_twice_is_refused_by_every_command(tmp_path, capsys):
-    """The first `train:` was dropped without a word, and the run had other settings."""
+    """The first `train:` was once dropped silently, and the run had other settings."""
     file = tmp_path / "my.yaml"
     file.write_text("train:\n  steps: 4000\ningest: {test_percent: 20}\ntrain:\n  mix: 0.5\n")
     assert cli.main(["config", "--config", str(file)]) == 2

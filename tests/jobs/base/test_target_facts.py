@@ -1,4 +1,4 @@
-"""What the target's folder says about shape, and what is said when traffic/ has nothing of it."""
+"""What the target's folder says about its shape, and the message if traffic/ has no row of it."""
 
 import json
 
@@ -68,7 +68,7 @@ def ends(cfg, **files):
     ],
 )
 def test_all_end_tokens_count_wherever_they_stand(cfg, config, generation, tokenizer, expected):
-    """Answers ran on behind an end that only generation_config.json knew, where vLLM stops."""
+    """Answers once went on after an end that only generation_config.json names, unlike in vLLM."""
     ends(cfg, config=config, generation_config=generation)
     if tokenizer:
         add_tokenizer(cfg.target_path, 97)
@@ -76,7 +76,7 @@ def test_all_end_tokens_count_wherever_they_stand(cfg, config, generation, token
 
 
 def test_a_target_without_an_end_of_text_is_named(cfg):
-    """KeyError: 'eos_token_id', once."""
+    """It was once a KeyError: 'eos_token_id'."""
     ends(cfg, config=None, generation_config=None)
     with pytest.raises(
         ValueError, match=r"names no end of text: write eos_token_id into its gener"

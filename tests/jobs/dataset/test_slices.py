@@ -43,7 +43,7 @@ def test_requests_fall_into_slices_by_their_fields():
 
 
 def test_rounds_fall_into_slices_by_where_their_anchor_stands():
-    """Anchors 0, 32 (the 33rd token) and 34 of the first request, 0 of the second."""
+    """The anchors are 0, 32 (the 33rd token) and 34 in the first request, and 0 in the second."""
     found = slices([row(), row()], [[31, 1, 0], [5]])["place in the answer"]
     assert found == {"1..32": [[31], [5]], "33..128": [[1, 0], []]}
 

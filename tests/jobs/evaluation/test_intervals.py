@@ -1,4 +1,4 @@
-"""Intervals hold what they promise: coverage, power and clusters by simulation, seeded."""
+"""Intervals keep what they promise: coverage, power and clustering, by seeded simulation."""
 
 from dataclasses import replace
 
@@ -69,14 +69,14 @@ def test_the_interval_of_a_gain_holds_the_truth_95_times_in_100():
 def test_the_detectable_gain_is_found_four_times_out_of_five():
     """At the true gain that equals the detectable one; 300 datasets are within 0.07 of 0.8."""
     knob, found = GAIN, 0.0
-    for _ in range(4):  # the error depends on the gain: a fixed point is wanted
+    for _ in range(4):  # the error depends on the gain, so this iterates to a fixed point
         _, found, detectable = shares(knob, NAMES)
         knob *= detectable / truth(knob)
     assert 0.73 <= found <= 0.87
 
 
 def test_requests_of_one_conversation_are_not_independent():
-    """The tau of one drafter: drawn by request its interval is too narrow, by conversation not."""
+    """The interval of tau is too narrow if requests are drawn, and not if conversations are."""
     rng, holds = np.random.default_rng(4), {"conversation": 0.0, "request": 0.0}
     true = tau_of(0.0)
     alone = [str(i) for i in range(len(NAMES))]
@@ -120,7 +120,7 @@ def test_too_few_conversations_have_no_interval():
 
 
 def test_shares_of_yes_and_no_have_the_interval_of_clopper_and_pearson():
-    """Of 12 conversations none: 0 .. 1 - 0.025 ** (1 / 12); 400 draws are within 0.04 of it."""
+    """None of 12 conversations: 0 .. 1 - 0.025 ** (1 / 12). 400 draws are within 0.04 of it."""
     never = Resamples([str(i) for i in range(12)], 400).position([[0, 0]] * 12, 4)
     assert never.interval == [0.0, pytest.approx(1 - 0.025 ** (1 / 12), abs=0.04)]
     always = Resamples([str(i) for i in range(12)], 400).position([[4, 4]] * 12, 4)
@@ -132,7 +132,7 @@ def test_shares_of_yes_and_no_have_the_interval_of_clopper_and_pearson():
 
 
 def test_conversations_that_all_say_the_same_are_not_certain():
-    """Five at 2.5 had an interval of no width."""
+    """Five conversations with tau 2.5 each once had an interval of width 0."""
     found = Resamples([str(i) for i in range(5)], 400).tau([[1, 2]] * 5, 3)
     assert found.value == 2.5
     assert found.interval is not None
@@ -141,7 +141,7 @@ def test_conversations_that_all_say_the_same_are_not_certain():
 
 @pytest.mark.parametrize("bad", [0, 1, 2, 3, 5])
 def test_twenty_conversations_are_not_too_few_for_a_drafter_that_is_nearly_perfect(bad):
-    """tau 3.78 of 4 had no interval and was refused; 2.70 on the same 20 was promoted."""
+    """A tau of 3.78 of 4 once had no interval and was refused, while 2.70 was promoted."""
     walks = [[0, 3, 2, 3, 0, 3]] * bad + [[3] * 12] * (20 - bad)
     measured = Resamples([str(i) for i in range(20)], 1000).tau(walks, 3)
     assert measured.interval is not None
@@ -167,7 +167,7 @@ def test_intervals_hold_the_truth_near_the_limits_too(world, size):
 
 
 def test_the_draws_of_a_gain_near_the_limit_are_not_widened():
-    """Where every conversation tells something, the studentized interval stays what it was."""
+    """If conversations differ enough, the interval is that of the studentized draws alone."""
     coverage, width = measure(WORLDS["gain near B"], 20, 120)
     assert coverage >= 0.84
     assert width < 0.2

@@ -1,4 +1,4 @@
-"""Every published shape is recognised by its keys, and what is not is named."""
+"""Every published shape is recognised by its keys, and an unknown one is named in the error."""
 
 import gzip
 import json
@@ -153,7 +153,7 @@ LINES = '{"question": "x", "answer": "y"}\n{"question": "z", "answer": "y"}\n'
     ],
 )
 def test_a_file_is_read_by_what_is_in_it(tmp_path, name, content):
-    """A byte order mark was no JSON, and gzip under another name no text."""
+    """A file with a byte order mark, or gzip under another name, was once refused."""
     (tmp_path / name).write_bytes(content)
     assert read_prompts(str(tmp_path / name), 0).conversations == [["x"], ["z"]]
 
@@ -172,7 +172,7 @@ def test_a_file_is_read_by_what_is_in_it(tmp_path, name, content):
     ids=["cut", "trailing", "overwritten", "zip", "utf-16", "wrong sum", "parquet"],
 )
 def test_a_cut_or_foreign_file_is_one_message_that_names_it(tmp_path, content, message):
-    """EOFError and UnicodeDecodeError came as tracebacks, without the name of the file."""
+    """EOFError and UnicodeDecodeError were once tracebacks without the name of the file."""
     path = tmp_path / "set.jsonl.gz"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{re.escape(str(path))}.*{message}"):

@@ -1,4 +1,5 @@
-"""Which servers run at the same time, without one: memory decides, the oldest goes first."""
+"""Which servers run at the same time, tested without a server: memory decides how many, and the
+least recently used one stops first."""
 
 import pytest
 import torch

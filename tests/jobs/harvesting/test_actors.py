@@ -12,7 +12,9 @@ def nodes(*cpus, gpus=0):
 
 
 def test_actors_ask_for_what_ray_has(tmp_path, monkeypatch):
-    """In a container with a CPU limit each asked for more than there was: "0/16", for ever."""
+    """In a container with a CPU limit each actor once asked for more CPUs than Ray had, and waited
+    for ever.
+    """
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     cfg = configure(tmp_path, "harvest.workers=2")
     assert actors.actor_share(cfg, nodes(5)) == {"num_cpus": 2, "num_gpus": 0}
@@ -32,7 +34,7 @@ def test_actors_ask_for_what_ray_has(tmp_path, monkeypatch):
 
 
 def test_a_head_node_without_gpus_does_not_make_harvest_wait_for_ever(tmp_path):
-    """Actors asked for 32 CPUs and a GPU each, where the node with the GPUs has 8 CPUs."""
+    """Actors once asked for 32 CPUs and a GPU each, but the node with the GPUs has 8 CPUs."""
     cfg = configure(tmp_path, "harvest.workers=2", "ray.address=auto")
     head = nodes(64)
     assert actors.actor_share(cfg, [*head, *nodes(8, gpus=2)]) == {"num_cpus": 4, "num_gpus": 1}

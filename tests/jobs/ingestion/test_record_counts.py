@@ -1,4 +1,4 @@
-"""What became of records: what stops an ingest, what is only counted, and how it is said."""
+"""Rejected and unused records: which stop an ingest, which are only counted, and the messages."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_empty_logs(configure, content):
 
 
 def test_a_gateway_log_of_several_models_is_not_used_until_one_is_named(configure):
-    """Half of the traffic was not the target's, and nothing said so."""
+    """Half of the traffic was once another model's, and no message said so."""
     names = ["qwen3-8b", "qwen3-4b-fallback", "qwen3-8b", "acme-support-lora"] * 4
     asked = ["qwen3-8b", "qwen3-8b", "qwen3-8b", "acme-support-lora"] * 4
     lines = [pair(i, *both) for i, both in enumerate(zip(names, asked, strict=True))]
@@ -80,7 +80,7 @@ def test_an_answer_of_another_model_counts_as_untrustworthy(configure, capsys):
 
 
 def test_what_is_merely_not_wanted_never_stops(configure, capsys):
-    """A fifth of adapter traffic, or of one-token answers, stopped ingest as if it were damage."""
+    """20 % adapter traffic, or one-token answers, once stopped ingest as if it were damage."""
     cfg = configure()
     write_log(
         cfg, "fleet.jsonl", [line(i, adapter="lora" if i % 5 == 0 else None) for i in range(16)]
@@ -125,7 +125,7 @@ def test_nothing_new_to_use_is_a_note_where_traffic_is(configure, capsys):
 
 
 def test_a_text_log_is_named_once_and_not_copied(configure):
-    """The public ShareGPT file, one cut array, gave a reject a line and 31 MB of them."""
+    """The public ShareGPT file, a truncated array, once gave one reject per line, 31 MB in all."""
     turn = '      {\n        "from": "human",\n        "value": "secret words"\n      },\n'
     text = '[\n  {\n    "id": "a",\n    "conversations": [\n' + turn * 50_000
     write_log(configure(), "ShareGPT.jsonl", [text])
@@ -137,7 +137,7 @@ def test_a_text_log_is_named_once_and_not_copied(configure):
 
 
 def test_one_torn_line_in_a_short_log_does_not_stop_ingest(configure):
-    """1 of 10 is above 5 %, and no evidence of a rate above 5 %."""
+    """1 of 10 is more than 5 %, but no evidence that the true rate is above 5 %."""
     cfg = configure()
     write_log(cfg, "a.jsonl", [*(line(i) for i in range(9)), line(9)[:40] + "\n"])
     summary = ingest.run(cfg)
@@ -147,7 +147,9 @@ def test_one_torn_line_in_a_short_log_does_not_stop_ingest(configure):
 
 
 def test_a_wrong_answerers_samples_go_when_the_right_names_accept_nothing(configure, target):
-    """Nothing was accepted, so nothing was published, and the other model's stayed in traffic/."""
+    """When no record was accepted, nothing was published. So the other model's samples once stayed
+    in traffic/.
+    """
     cfg = configure()
     write_log(cfg, "gateway.jsonl", [pair(i, "fallback", "fallback") for i in range(10)])
     assert ingest.run(cfg)["samples"] == 10

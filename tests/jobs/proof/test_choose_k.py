@@ -8,7 +8,9 @@ TAUS = {1: 1.5, 3: 2.4, 5: 2.9, 7: 3.0}
 
 
 def costs(fixed, row, step=(0.05, 0.06)):
-    """Plain steps at batch 1 and 8; rounds of `fixed` seconds and `row` for each row, K 3 and 7."""
+    """Costs at batch sizes 1 and 8: of plain steps, and of rounds with K 3 and 7 that take `fixed`
+    seconds plus `row` seconds per row.
+    """
     plain = [Cost(k=0, batch=b, seconds=s) for b, s in zip((1, 8), step, strict=True)]
     return plain + [
         Cost(k=k, batch=b, seconds=fixed + row * b * (k + 1)) for k in (3, 7) for b in (1, 8)
@@ -48,7 +50,7 @@ def test_free_drafts_choose_the_whole_block_for_every_batch():
 
 
 def test_one_lucky_pass_does_not_choose_a_long_block():
-    """7 drafts at batch 8 measured a quarter too fast, as on a machine that is shared."""
+    """K = 7 at batch size 8 is measured a quarter too fast, as can happen on a shared machine."""
     lucky = [
         Cost(k=c.k, batch=c.batch, seconds=c.seconds * (0.75 if (c.k, c.batch) == (7, 8) else 1))
         for c in costs(0.05, 0.003)

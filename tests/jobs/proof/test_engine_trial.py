@@ -1,4 +1,5 @@
-"""Samples and answers that no engine, or no draft, has room for: said, counted, and no stop."""
+"""Samples that are too long for the engine, and answers without room for a draft: they are
+reported and do not stop a stage."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -50,7 +51,7 @@ def answer(ids, num_prompt=2):
 
 
 def test_an_answer_that_fills_the_context_is_traced_without_its_uncounted_round():
-    """It was an IndexError: the counts had a round more than the drafts."""
+    """It was once an IndexError: the counts had one more round than the drafts."""
     one = completion([5, 6, 7, 8], [1])  # vLLM counts no step for 8, which no draft had room for
     recorded = {"cmpl-a-0": [[6, 9], [0, 0]]}
     [found] = engine_trial.traces(["a"], [one], [answer([1, 2, 5, 6, 7, 8])], recorded)
@@ -60,7 +61,7 @@ def test_an_answer_that_fills_the_context_is_traced_without_its_uncounted_round(
 def test_a_served_answer_of_one_token_is_no_index_error():
     one = completion([5], None, "stop")
     [empty] = engine_trial.traces(["a"], [one], [answer([1, 2, 5])], {"cmpl-a-0": [[6, 9]]})
-    ours: Any = None  # nothing of it is needed where there is nothing to compare
+    ours: Any = None  # not used: there is nothing to compare
     check, found = engine_checks.check_drafts(ours, [empty])
     assert (check.status, found) == ("skip", {})
     assert "not checked" in check.found
@@ -68,7 +69,7 @@ def test_a_served_answer_of_one_token_is_no_index_error():
 
 
 def test_own_rounding_is_measured_beside_an_answer_of_one_token(harvested, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_trial, "_special_tokens", lambda cfg: [])  # it has none
+    monkeypatch.setattr(engine_trial, "_special_tokens", lambda cfg: [])  # no tokenizer here
     cfg = configure(harvested, "target.dtype=bfloat16", "serve.max_model_len=100")
     folder = make_base(cfg, tmp_path / "drafter")
     rows = engine_trial.held_out(cfg, folder)[:2]
@@ -101,7 +102,7 @@ def lengths(rows):
 def test_one_long_sample_stops_neither_preflight_nor_verify_nor_methods(
     long, tmp_path, monkeypatch, capfd
 ):
-    """vLLM refused it with 400, and that ended the stage."""
+    """vLLM refused such a request with HTTP status 400, and that once ended the stage."""
     pytest.importorskip("vllm")
     cfg, folder = long
     everything = load_rows(cfg, "test")
@@ -143,7 +144,7 @@ def test_where_all_samples_are_too_long_the_setting_is_named():
 def test_verify_says_not_checked_of_short_answers_and_decodes_behind_the_servers(
     tmp_path, monkeypatch, capfd
 ):
-    """Short answers were `ok`, and what the reference decoder had held of a GPU was missing."""
+    """Short answers were once `ok`, and servers lacked GPU memory that the decoder had used."""
     order = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Every clause of the contract, broken in a folder, is a row that says what and what to do."""
+"""Every broken rule for a drafter folder gives a row that says what is wrong and what to do."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def write_traffic(cfg, outputs, identity=None):
 
 
 def write_features(cfg, taps):
-    """Something published under the target's id for these layers."""
+    """Publish features for these layers under the target's id."""
     identity = target_id(cfg.target_path)
     folder, schema = features_folder(cfg, identity, taps), features_schema(identity, list(taps), 32)
     row = features_row("s", [1], torch.zeros(1, 32 * len(taps)).bfloat16())
@@ -116,7 +116,7 @@ def test_rows_of_the_head_are_the_targets_in_the_stored_dtype(work):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_sharded_tied_target_passes_every_clause_in_both_dtypes(work, dtype):
-    """Its head was looked for in a model.safetensors that is not there."""
+    """Its head was once looked for in a model.safetensors, which a sharded target does not have."""
     model = AutoModelForCausalLM.from_pretrained(work / "target", dtype=dtype)
     model.config.tie_word_embeddings = True
     model.tie_weights()
@@ -133,7 +133,7 @@ def test_a_sharded_tied_target_passes_every_clause_in_both_dtypes(work, dtype):
 
 
 def know_again(work):
-    """Traffic and evaluation of the target and the drafter as they are now."""
+    """Write traffic and evaluation again, for the target and the drafter as they are now."""
     cfg = load(None, [f"work={work}", *SETTINGS])
     write_traffic(cfg, [[5, 6, 7], [8, 9]])
     write_evaluation(cfg, work / "drafters" / "d", target_id(cfg.target_path))
@@ -213,7 +213,7 @@ def test_a_dflash_config_that_would_be_served_wrongly(work, dflash, message):
 
 
 def test_a_drafter_of_other_layers_passes_where_their_features_are(work):
-    """It was refused because drafter.taps names others, although they were harvested."""
+    """It was once refused because drafter.taps names other layers, although its were harvested."""
     rows = look(work, "drafter.taps=[2,3]")
     assert rows["fail"] == []
     cfg = load(None, [f"work={work}", *SETTINGS, "serve.max_model_len=200"])
@@ -279,7 +279,7 @@ def test_mixed_dtypes_are_a_warning(work):
 
 
 def test_a_target_that_changed_since_the_harvest_is_refused(work):
-    """Its chat template alone: the weights are the same, the prompts are not."""
+    """Only its chat template changed: the weights are the same, but the prompts are not."""
     before = target_id(work / "target")
     tokenizer = AutoTokenizer.from_pretrained(work / "target")
     tokenizer.chat_template = "{{ messages[0]['content'] }}"

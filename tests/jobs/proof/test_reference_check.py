@@ -36,7 +36,7 @@ def cfg(tmp_path_factory, rivals):
     found = zip(*load_requests(cfg, "test"), strict=True)
     whole = [
         (row, asked) for row, asked in found if not {0, 1} & set(row["output_ids"])
-    ]  # ends of text
+    ]  # end-of-text ids
     rows, requests = [row for row, _ in whole], [asked for _, asked in whole]
     drafter = load_drafter(folder)
     walks = replay(drafter, *load_borrowed(cfg.target_path, torch.float32), requests, K)
@@ -79,7 +79,7 @@ def test_no_reference_requests_are_legal(cfg, monkeypatch):
 
 
 def answer(row, walk):
-    """What vLLM says about such an answer: the last round counted beyond its end."""
+    """Such an answer with vLLM's counts: the last round is counted beyond the end of the text."""
     counts = [*walk[:-1], K]
     spec = {
         "num_spec_tokens": K,

@@ -41,7 +41,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def known(targets, prompts):
-    """A drafter that knows the greedy answers to these prompts by heart."""
+    """A drafter that has memorised the greedy answers to these prompts."""
     target, found = targets[torch.float32], []
     config = DrafterConfig(
         **{name: SHAPE[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
@@ -69,7 +69,7 @@ def in_dtype(drafter: Drafter, dtype) -> Drafter:
 
 
 def served(target, drafter, prompts, length=LENGTH, sampling=GREEDY):
-    """What an engine answers that computes with this drafter, and counts."""
+    """The answers and counts of an engine that computes with this drafter."""
     found = []
     for i, prompt in enumerate(prompts):
         real = decode(target, prompt, length, (), drafter, K, sampling, seed=i)
@@ -132,7 +132,7 @@ def test_every_planted_fault_fails(targets, known, prompts, dtype, fault):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_another_rms_norm_eps_in_the_engine_fails(targets, known, prompts, dtype):
-    """The champion's config.json was changed after replay read it: tau 2.70 became 1.29."""
+    """Once a champion's config.json was changed after replay: tau fell from 2.70 to 1.29."""
     target, drafter = targets[dtype], in_dtype(known, dtype)
     changed = drafter_of(replace(drafter.cfg, rms_norm_eps=1.0), drafter.state_dict())
     found = compare(target, drafter, served(target, changed, prompts), K)

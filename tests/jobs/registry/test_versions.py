@@ -47,7 +47,7 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Where the server keeps everything."""
+    """The folder in which the server keeps everything."""
     return tmp_path_factory.mktemp("server")
 
 
@@ -104,7 +104,8 @@ def remote(tmp_path, server):
 
 
 def test_promotion_through_a_server(remote):
-    """`Invalid model version source`: a server takes no local path. Promote, look up as serve does,
+    """A server refuses a local path as source of a version (`Invalid model version source`).
+    Promote, look up as serve does,
     roll back, promote again.
     """
     first, summary = promoted(remote, "one", 1)
@@ -145,7 +146,7 @@ def test_the_download_is_verified_each_time_and_fetched_anew_if_it_changed(remot
 
 @pytest.mark.parametrize("where", ["cfg", "remote"])
 def test_an_interrupted_upload_is_finished_by_the_next_run(where, request, monkeypatch):
-    """And until the artifacts are there and verified, there is neither a version nor a model."""
+    """Until the artifacts are uploaded and verified, there is neither a version nor a model."""
     cfg = request.getfixturevalue(where)
     folder = make_drafter(cfg, "one", 1)
     promotion.evaluate(cfg, folder)
@@ -168,7 +169,7 @@ def test_an_interrupted_upload_is_finished_by_the_next_run(where, request, monke
 
 
 def test_artifacts_that_were_lost_are_written_again_when_the_drafter_is_promoted_again(cfg):
-    """It said `unchanged` of a champion that no server could open."""
+    """Promote once said `unchanged` about a champion that no server could open."""
     folder, _ = promoted(cfg, "one", 1)
     (opened(cfg, "champion")[1] / WEIGHTS).unlink()
     promotion.evaluate(cfg, folder)
@@ -219,8 +220,8 @@ def test_a_call_that_fails_says_what_to_do(server):
 
 
 def test_a_version_registered_before_the_identity_covered_the_config(cfg):
-    """It has the hash of the weights only, and its folder for a source: weights and the fields in
-    its tags are compared. Promoting the same drafter again gives it the identity.
+    """It has only the hash of the weights, and its folder as source. Weights and the fields in its
+    tags are compared. Promoting the same drafter again gives it the identity.
     """
     folder = make_drafter(cfg, "one", 1)
     promotion.evaluate(cfg, folder)
@@ -267,7 +268,7 @@ def test_a_version_of_somebody_else_is_named(cfg):
     ],
 )
 def test_names_are_refused_when_the_config_is_loaded(name, reason, capsys):
-    """Not at the last stage; and serve did read the refusal as "no champion yet"."""
+    """They were once refused only at the last stage, and serve took that for "no champion yet"."""
     assert cli.main(["serve", "serve.drafter=champion", f"mlflow.model={name}"]) == 2
     assert reason in capsys.readouterr().err
     if not set("/:") & set(name):
@@ -288,7 +289,9 @@ def test_any_other_name_is_quoted(cfg, name):
 
 @pytest.mark.parametrize("where", ["cfg", "remote"])
 def test_labels_of_any_text_are_stored(where, request, tmp_path):
-    """They come from an HTTP header: in metric names, parameters, tags, file names, decisions."""
+    """Labels come from an HTTP header. They get into metric names, parameters, tags, file names and
+    decisions.
+    """
     cfg = request.getfixturevalue(where).override("mlflow", experiment="of any ' text \" \\")
     for name in HOSTILE[:4]:
         tracker = Tracker.start(cfg, name, {"traffic": ["k" * 70] * 2000})
@@ -319,7 +322,7 @@ def test_labels_of_any_text_are_stored(where, request, tmp_path):
 
 
 def test_two_first_commands_of_a_work_folder_at_once(tmp_path):
-    """Both made the tables: `table experiments already exists`."""
+    """Both once created the tables of MLflow: `table experiments already exists`."""
     code = (
         "import sys; from jobs.base.config import load\n"
         "from jobs.registry.versions import Registry\n"
@@ -363,7 +366,7 @@ def test_a_registry_that_may_only_be_read(cfg):
 
 @pytest.mark.slow
 def test_evaluate_and_promote_through_a_server(rivals, tmp_path, server, capsys):
-    """The case as it was reported, from the command line, on traffic of a tiny target."""
+    """The case as it was reported: from the command line, on traffic of a tiny target."""
     work = shutil.copytree(rivals, tmp_path / "work")
     words = [f"work={work}", *RIVAL_SETTINGS, f"mlflow.uri={server}", "mlflow.model=tiny"]
     assert cli.main(["evaluate", *words]) == 0
