@@ -31,8 +31,8 @@ from jobs.evaluation.drafters import find_drafter
 from jobs.fleet.replica import server
 from jobs.fleet.server_pool import serving
 from jobs.proof.engine_checks import Ours, check_drafts, check_text
-from jobs.proof.engine_trial import answer_of, prepare, traces, with_noise
 from jobs.proof.measurements import READ
+from jobs.proof.preflight_run import answer_of, prepare, traces, with_noise
 from jobs.proof.round_comparison import compare
 from jobs.traffic import as_request, demo_prompts
 from serving.client import Completion, Request, complete

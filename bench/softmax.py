@@ -8,7 +8,7 @@ both.
 import torch
 
 from bench.harness import paired, report
-from dflash.loss import Candidates, FrozenHeadLoss
+from dflash.frozen_head import Candidates, FrozenHeadLoss
 from dflash.training_step import generator
 from jobs.base.config import Config
 

@@ -28,9 +28,10 @@ from tqdm import tqdm
 from bench.harness import cpu_name, report
 from bench.lines import Worker
 from bench.trainers.task import batch_of, gamma_of, last_states, training_samples, write_task
-from dflash.loss import Batch, Candidates, Sample
+from dflash.batches import Batch, Sample
+from dflash.frozen_head import Candidates
+from dflash.losses import decay
 from dflash.model import new_drafter
-from dflash.objective import decay
 from dflash.target_model import Target, backbone, load_target, resolve_dtype
 from dflash.training_step import generator, step_loss
 from jobs.base.config import Config, load

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash.loss import valid_anchors
+from dflash.batches import valid_anchors
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from dflash.drafter_config import DrafterConfig
+from dflash.frozen_head import ROWS_PER_CHUNK
 from dflash.lora import add_lora
-from dflash.loss import ROWS_PER_CHUNK
 from dflash.model import Drafter
 from dflash.optim import build_optimizers
 from dflash.training_step import mixed_precision

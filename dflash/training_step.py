@@ -13,17 +13,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dflash.loss import (
-    Batch,
-    Candidates,
-    FrozenHeadLoss,
-    Labels,
-    Sample,
-    make_batch,
-    sample_anchors,
-)
+from dflash.batches import Batch, Labels, Sample, make_batch, sample_anchors
+from dflash.frozen_head import Candidates, FrozenHeadLoss
+from dflash.losses import Weights
 from dflash.model import Drafter, block_embeds
-from dflash.objective import Weights
 
 
 def generator(*key: object) -> torch.Generator:

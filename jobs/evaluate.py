@@ -26,8 +26,8 @@ from jobs.evaluation.drafters import (
 )
 from jobs.evaluation.evaluation_table import show
 from jobs.evaluation.regression_sets import regression
+from jobs.evaluation.replay_walks import draftable, leaks, replay_all
 from jobs.evaluation.summaries import by_k, compare
-from jobs.evaluation.walks import draftable, leaks, replay_all
 from jobs.reporting.page import publish
 from store.files import save_json
 

@@ -6,8 +6,8 @@ When a log has grown, its new samples replace those of its shorter version.
 
 Records that are damaged or cannot be trusted are rejected. If their rate is significantly above
 ingest.max_reject_rate, nothing is published. Records that are readable but not for this drafter (an
-answer of an adapter, of one token, without consent ...) are only counted. store/reasons.py lists
-every reason.
+answer of an adapter, of one token, without consent ...) are only counted.
+store/rejection_reasons.py lists every reason.
 """
 
 from collections import Counter
@@ -34,8 +34,8 @@ from jobs.ingestion.record_counts import (
 from jobs.ingestion.rules import make_rules
 from store.digests import Digests
 from store.files import sweep
-from store.ingest_log import publish, settle
 from store.log_files import find_logs
+from store.log_to_traffic import publish, settle
 from store.traffic_table import read_traffic
 
 SHOWN = 5

@@ -17,9 +17,9 @@ from jobs.base.config import Config
 from jobs.base.console import print_table
 from jobs.base.packages import vllm_version
 from jobs.evaluation.drafters import find_drafter
-from jobs.proof.engine_trial import try_on_engine
 from jobs.proof.folder_checks import check_folder
 from jobs.proof.kept_results import preflight_passed, preflight_path
+from jobs.proof.preflight_run import try_on_engine
 from jobs.reporting.page import publish
 from store.files import read_json, save_json
 

@@ -15,9 +15,9 @@ from jobs.base.console import console, print_table
 from jobs.base.target_facts import target_config
 from jobs.promotion import gate
 from jobs.promotion.candidate import Candidate, evidence, read_candidate, tags
-from jobs.promotion.moves import complete_history, move, record_decision
+from jobs.promotion.champion_moves import complete_history, move, record_decision
 from jobs.proof.kept_results import preflight_passed
-from jobs.registry.lease import lease
+from jobs.registry.alias_lock import lease
 from jobs.registry.versions import CHALLENGER, CHAMPION, Registry, Version
 
 

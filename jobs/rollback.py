@@ -11,8 +11,8 @@ from dflash.identity import legacy_target_id, target_id
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console
-from jobs.promotion.moves import complete_history, move
-from jobs.registry.lease import lease
+from jobs.promotion.champion_moves import complete_history, move
+from jobs.registry.alias_lock import lease
 from jobs.registry.versions import CHAMPION, Registry, Version
 from store import promotions
 

@@ -18,7 +18,7 @@ from jobs.base.cluster import cluster
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from jobs.dataset.samples import load_requests
-from jobs.evaluation.walks import untrained_walks
+from jobs.evaluation.replay_walks import untrained_walks
 from jobs.proof.round_comparison import table
 from store import files
 

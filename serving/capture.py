@@ -245,7 +245,7 @@ def _sampling_defaults(scope: Scope) -> dict[str, Any]:
     choice.
 
     They come from the model's generation_config.json, --override-generation-config,
-    --logits-processors and --tool-strict-level; store.shaping reads them.
+    --logits-processors and --tool-strict-level; store.shaped_answers reads them.
     """
     chat = _state(scope, "openai_serving_chat")
     completion = _state(scope, "openai_serving_completion")

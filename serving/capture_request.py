@@ -17,7 +17,7 @@ from store.consent import consents
 from store.labels import labels
 from store.objects import KEYS, PLACES, copies, decode
 from store.privacy import answers
-from store.shaping import FIELDS, shaped_by
+from store.shaped_answers import FIELDS, shaped_by
 
 HEADER = b"x-flywheel-"  # ASGI gives header names in lower case
 # Content parts that reach the model as something other than the prompt ids of the response.

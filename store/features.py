@@ -327,7 +327,7 @@ def _damaged(path: Path, sample_id: str, fault: str) -> ValueError:
 
 def _mark(path: Path) -> None:
     """Touch the file, so that harvest checks it: it skips files of unchanged size and time
-    (store/mending.py).
+    (store/shard_repair.py).
     """
     with suppress(OSError):  # read-only for this process: harvest would report that too
         path.touch()

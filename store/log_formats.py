@@ -22,8 +22,8 @@ from store.log_fields import Refused
 from store.log_files import damage, open_log
 from store.objects import TWICE, decode
 from store.privacy import answers, marked, may_refuse, redacted
-from store.reasons import MAX_LINE_BYTES, reason_of
-from store.shaping import shaped_by
+from store.rejection_reasons import MAX_LINE_BYTES, reason_of
+from store.shaped_answers import shaped_by
 
 BOM = b"\xef\xbb\xbf"
 MAX_REJECT_BYTES = 64 << 10
@@ -59,7 +59,7 @@ class Reject:
     """
 
     offset: int
-    reason: str  # a key of store.reasons, perhaps with the name of a field: "bad_field:top_k"
+    reason: str  # a key of rejection_reasons, perhaps with a field: "bad_field:top_k"
     raw: bytes
     detail: str = ""  # what was found instead
 

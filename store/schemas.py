@@ -35,7 +35,7 @@ TRAFFIC = pa.schema(
         ("request_id", pa.string()),
         ("adapter", pa.string()),
         ("language", pa.string()),  # as the log names it; nothing guesses it
-        ("shaped", pa.string()),  # store/shaping.py, comma separated; "" none, null: unknown
+        ("shaped", pa.string()),  # store/shaped_answers.py, comma separated; "" none, null: unknown
         ("split_by_prompt", pa.string()),  # side of the prompt, for when the label says nothing
     ]
 )

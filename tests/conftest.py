@@ -22,7 +22,7 @@ def ray_cluster():
 @pytest.fixture(scope="session")
 def harvested(tmp_path_factory, ray_cluster):
     """A work folder up to its features; do not write to it, take `work`."""
-    from tests.work import make_work
+    from tests.helpers.work import make_work
 
     return make_work(tmp_path_factory.mktemp("harvested"))
 
@@ -30,7 +30,7 @@ def harvested(tmp_path_factory, ray_cluster):
 @pytest.fixture(scope="session")
 def rivals(tmp_path_factory, ray_cluster):
     """Traffic and two drafters to compare on it; do not write to it, copy it."""
-    from tests.work import make_rivals
+    from tests.helpers.work import make_rivals
 
     return make_rivals(tmp_path_factory.mktemp("rivals"))
 
@@ -44,7 +44,7 @@ def work(tmp_path_factory, harvested):
 @pytest.fixture
 def one_process():
     """See `in_one_process`."""
-    from tests.work import in_one_process
+    from tests.helpers.work import in_one_process
 
     with in_one_process():
         yield

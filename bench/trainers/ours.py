@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.lines import Lines
+from dflash.batches import Batch, Sample
 from dflash.checkpoint import load_drafter
-from dflash.loss import Batch, Candidates, Sample
-from dflash.objective import decay, recorded_token
+from dflash.frozen_head import Candidates
+from dflash.losses import decay, recorded_token
 from dflash.optim import build_optimizers, lr_scale
 from dflash.target_model import load_borrowed
 from dflash.training_step import StepLoss, generator, step_batch, step_indices, step_loss

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from dflash.batches import Batch, Sample
 from dflash.checkpoint import save_drafter
-from dflash.loss import Batch, Sample
+from dflash.losses import default_gamma, recorded_token
 from dflash.model import new_drafter
-from dflash.objective import default_gamma, recorded_token
 from dflash.target_model import Target, resolve_dtype
 from dflash.training_step import draw_anchors, step_batch, step_indices
 from jobs.base.config import Config

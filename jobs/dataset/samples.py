@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from dflash.batches import Sample
 from dflash.identity import legacy_target_id, target_id
-from dflash.loss import Sample
 from dflash.replay import Request
 from jobs.base.config import Config
 from jobs.base.target_facts import target_config, target_taps

@@ -17,10 +17,10 @@ from jobs.harvesting.harvester import Row, engine
 from jobs.harvesting.screening import REASONS, TOO_LONG, is_settled, too_many
 from store.features import open_shard
 from store.files import sweep
-from store.mending import mend, publish, remember
 from store.rates import exceeds
 from store.schemas import features_columns
 from store.set_aside import read_set_aside, write_set_aside
+from store.shard_repair import mend, publish, remember
 from store.shards import read_dataset, shard_info
 from store.traffic_table import read_traffic
 

@@ -6,8 +6,8 @@ from typing import Any
 import ray
 
 from store.digests import Digest, Digests, digest_log, stamp
-from store.ingest_log import ingest_log, replaced
 from store.log_formats import Rules
+from store.log_to_traffic import ingest_log, replaced
 from store.shards import read_manifests
 
 Result = dict[str, Any]

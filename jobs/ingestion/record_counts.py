@@ -11,7 +11,7 @@ from typing import Any
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from store.rates import exceeds
-from store.reasons import reason_of
+from store.rejection_reasons import reason_of
 
 REJECT, UNUSED, FINISH = "reject:", "unused:", "finish:"
 """Classes of counted outcomes; they begin a count's name, such as "reject:json"."""

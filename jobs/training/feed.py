@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from dflash.batches import Sample, first_tokens, valid_anchors
 from dflash.domain_mix import block_tokens, replay_mix
 from dflash.identity import target_id
-from dflash.loss import Sample, first_tokens, valid_anchors
 from dflash.replay import Request
 from jobs.base.config import Config
 from jobs.base.target_facts import target_config, target_taps

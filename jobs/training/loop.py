@@ -18,12 +18,13 @@ import ray.train.torch
 import torch
 from torch import Tensor, distributed
 
+from dflash.batches import Batch
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.drafter_config import DrafterConfig
+from dflash.frozen_head import Candidates
 from dflash.lora import add_lora, merged
-from dflash.loss import Batch, Candidates
+from dflash.losses import choose_labels, choose_weights, default_gamma, named_tokens
 from dflash.model import Drafter, drafter_of, new_drafter
-from dflash.objective import choose_labels, choose_weights, default_gamma, named_tokens
 from dflash.optim import build_optimizers, lr_scale, update_average
 from dflash.parallel import (
     clip_gradients,

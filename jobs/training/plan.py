@@ -7,12 +7,12 @@ from typing import Any
 import psutil
 import torch
 
+from dflash.batches import valid_anchors
 from dflash.checkpoint import read_config
 from dflash.drafter_config import DrafterConfig
 from dflash.lora import add_lora
-from dflash.loss import valid_anchors
+from dflash.losses import choose_labels, named_tokens
 from dflash.model import Drafter
-from dflash.objective import choose_labels, named_tokens
 from dflash.target_model import resolve_dtype, resolve_training_dtype, ties_embeddings
 from dflash.training_memory import activation_bytes, head_bytes, model_bytes
 from jobs.base.config import Config
@@ -31,7 +31,7 @@ PROCESS_BYTES = 700 << 20
 
 COMPLETE = "complete"
 LABEL_BYTES = 12
-"""Bytes of one entry of a slot's label: int64 id and float32 probability (dflash/loss.py)."""
+"""Bytes of one entry of a slot's label: int64 id and float32 probability (dflash/batches.py)."""
 
 Facts = dict[str, Any]
 

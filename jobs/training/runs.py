@@ -24,7 +24,7 @@ from dflash.identity import target_id
 from jobs.base.config import Config
 from jobs.base.settings import split_identity
 from jobs.dataset.samples import captured_top_k, features_folder, none_of_target, set_aside
-from jobs.registry.lease import who
+from jobs.registry.alias_lock import who
 from jobs.training.states import is_unfinished, newest_state, states_folder
 from store.features import check_all_harvested
 from store.files import commit, exclusive, read_json

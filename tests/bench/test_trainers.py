@@ -8,10 +8,10 @@ import torch
 
 from bench.trainers.ours import Trainer
 from bench.trainers.task import last_states, write_task
-from dflash.loss import Sample
+from dflash.batches import Sample
 from dflash.target_model import Target, backbone, load_target
 from jobs.base.config import Config, load
-from tests.tiny import SHAPE, make_target
+from tests.helpers.tiny import SHAPE, make_target
 
 STEPS = 3
 

@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash.batches import Sample
 from dflash.decode import decode
 from dflash.drafter_config import DrafterConfig
-from dflash.loss import Candidates, Sample
+from dflash.frozen_head import Candidates
+from dflash.losses import choose_labels, choose_weights
 from dflash.model import Drafter, new_drafter
-from dflash.objective import choose_labels, choose_weights
 from dflash.optim import build_optimizers
 from dflash.target_model import Target, load_target
 from dflash.training_step import generator, step_batch, step_indices, step_loss
-from tests.tiny import KINDS, make_target
+from tests.helpers.tiny import KINDS, make_target
 
 DTYPES = (torch.float32, torch.bfloat16)
 

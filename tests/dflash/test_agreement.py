@@ -7,7 +7,7 @@ from dflash.agreement import evidence, tie_bound
 from dflash.decode import decode
 from dflash.sampling import Sampling
 from dflash.target_model import load_target
-from tests.tiny import greedy_answers, make_target
+from tests.helpers.tiny import greedy_answers, make_target
 
 DTYPES = [torch.float32, torch.bfloat16]
 NUM, PROMPT, LENGTH = 200, 6, 20

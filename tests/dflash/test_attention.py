@@ -12,7 +12,7 @@ from dflash.drafter_config import DrafterConfig
 from dflash.mask import dense_mask, visible
 from dflash.model import block_embeds, new_drafter
 from dflash.replay import replay
-from tests.tiny import check_rounds, served
+from tests.helpers.tiny import check_rounds, served
 
 WINDOW = 8
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])

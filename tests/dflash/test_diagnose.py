@@ -20,7 +20,7 @@ from dflash.diagnose import (
 from dflash.hypotheses import AS_CONFIGURED, hypotheses
 from dflash.model import block_embeds, new_drafter
 from dflash.replay import replay
-from tests.tiny import learn, make_target
+from tests.helpers.tiny import learn, make_target
 
 THETAS, MASKS, K = (1e4, 1e6), (96, 0, 95), 5
 BOUND = 1e-3  # of the largest logit

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from dflash import identity
 from dflash.checkpoint import WEIGHTS, drafter_sha256, engine_files
 from dflash.identity import legacy_target_id, target_id
-from tests.tiny import add_tokenizer, make_target
+from tests.helpers.tiny import add_tokenizer, make_target
 
 
 @pytest.fixture(scope="module")

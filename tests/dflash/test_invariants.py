@@ -7,7 +7,7 @@ from dflash.acceptance import num_rounds, positions, tau
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.model import block_embeds, new_drafter
 from dflash.replay import Request, replay, replay_many
-from tests.tiny import check_close, check_rounds, served
+from tests.helpers.tiny import check_close, check_rounds, served
 
 ANCHORS = torch.tensor([[7, 10, 20]])
 

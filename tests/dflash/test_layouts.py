@@ -17,7 +17,7 @@ from dflash.target_model import (
     read_target_config,
     ties_embeddings,
 )
-from tests.tiny import SHAPE, make_target
+from tests.helpers.tiny import SHAPE, make_target
 
 DTYPES = (torch.float32, torch.bfloat16)
 INDEX = "model.safetensors.index.json"

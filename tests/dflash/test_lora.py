@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from dflash.checkpoint import load_drafter, save_drafter
+from dflash.frozen_head import Candidates
 from dflash.lora import add_lora, merged
-from dflash.loss import Candidates
+from dflash.losses import choose_weights, recorded_token
 from dflash.model import block_embeds, drafter_of, new_drafter
-from dflash.objective import choose_weights, recorded_token
 from dflash.optim import build_optimizers
 from dflash.training_step import generator, mixed_precision, step_batch, step_indices, step_loss
-from tests.tiny import check_close
+from tests.helpers.tiny import check_close
 
 TARGETS = ["q_proj", "v_proj", "down_proj", "fc"]
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dflash.batches import Sample, make_batch, pack
 from dflash.domain_mix import block_tokens, replay_mix
-from dflash.loss import Candidates, Sample, make_batch, pack
+from dflash.frozen_head import Candidates
+from dflash.losses import choose_weights, recorded_token
 from dflash.model import block_embeds, new_drafter
-from dflash.objective import choose_weights, recorded_token
 from dflash.optim import build_optimizers
 from dflash.training_memory import activation_bytes, model_bytes
 from dflash.training_step import (
@@ -21,7 +22,7 @@ from dflash.training_step import (
     step_indices,
     step_loss,
 )
-from tests.tiny import check_close
+from tests.helpers.tiny import check_close
 
 # Losses are summed in float32, but their logits are rounded to bfloat16 (measured: 4e-5).
 SUMS = {torch.float32: 1e-6, torch.bfloat16: 2e-4}

@@ -12,7 +12,7 @@ from dflash.model import drafter_of, new_drafter
 from dflash.replay import Request, replay
 from dflash.sampling import GREEDY
 from dflash.vocabulary import frequent_tokens, set_vocabulary
-from tests.tiny import check_rounds, served
+from tests.helpers.tiny import check_rounds, served
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,11 @@ from jobs.base.drafter_shape import drafter_config
 from jobs.dataset.samples import load_requests
 from jobs.evaluation import drafters, regression_sets
 from jobs.evaluation.prompt_files import read_prompts
-from jobs.evaluation.walks import untrained_walks
+from jobs.evaluation.replay_walks import untrained_walks
 from jobs.promotion.gate import refusals
 from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
-from tests.work import RIVAL_SETTINGS
+from tests.helpers.work import RIVAL_SETTINGS
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +258,7 @@ def test_a_leaking_set_is_counted_and_said(work, monkeypatch, capsys):
     cfg = configure(work)
     assert evaluate.run(cfg)["leaking"] == {"leaking": 0, "samples": 16}
     monkeypatch.setattr(
-        "jobs.evaluation.walks.leaking",
+        "jobs.evaluation.replay_walks.leaking",
         lambda train, asked: {*asked["sample_id"].to_pylist()[:2], "other"},
     )
     assert evaluate.run(cfg)["leaking"] == {"leaking": 2, "samples": 16}

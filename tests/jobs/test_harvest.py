@@ -23,8 +23,8 @@ from store.features import features_row, open_shard
 from store.schemas import SET_ASIDE
 from store.shards import read_manifests, shard_info, shard_paths, write_manifest, write_shard
 from store.traffic_table import read_traffic
-from tests.tiny import greedy_answers, make_target
-from tests.work import configure, record
+from tests.helpers.tiny import greedy_answers, make_target
+from tests.helpers.work import configure, record
 
 DTYPES = ["float32", "bfloat16"]
 NUM = 24
@@ -330,7 +330,9 @@ def test_what_has_not_changed_is_not_read_again(features, monkeypatch):
     cfg, folder = features
     harvest.run(cfg)
     looked = []
-    monkeypatch.setattr("store.mending.find_faults", lambda path, file: looked.append(path) or {})
+    monkeypatch.setattr(
+        "store.shard_repair.find_faults", lambda path, file: looked.append(path) or {}
+    )
     harvest.run(cfg)
     assert looked == []
     shard_paths(folder)[0].touch()

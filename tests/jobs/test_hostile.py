@@ -21,8 +21,8 @@ from jobs.promotion import gate
 from jobs.proof import verify_table
 from jobs.reporting import plotting
 from store.labels import clean
+from tests.helpers.work import RIVAL_SETTINGS
 from tests.jobs.dataset.test_slices import row
-from tests.work import RIVAL_SETTINGS
 
 LABELS = [
     "[/v1/help]",

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import store.digests
-import store.ingest_log
+import store.log_to_traffic
 import store.shards
 from dflash.identity import legacy_target_id
 from jobs import ingest
@@ -16,13 +16,13 @@ from jobs.ingestion import log_tasks
 from jobs.ingestion.rules import make_rules
 from store.digests import digest_log
 from store.files import sweep
-from store.ingest_log import ingest_log, publish
 from store.log_files import find_logs
+from store.log_to_traffic import ingest_log, publish
 from store.schemas import REJECTS
 from store.shards import read_dataset, read_manifests
 from store.traffic_table import read_traffic
-from tests.capture_logs import line, write_log
-from tests.shards import verify
+from tests.helpers.capture_logs import line, write_log
+from tests.helpers.shards import verify
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -156,7 +156,7 @@ def test_folders_globs_and_files_name_each_log_once(configure, tmp_path):
 def test_several_shards_per_log(configure, monkeypatch, tmp_path):
     cfg = configure()
     log = write_log(cfg, "a.jsonl", [line(i) for i in range(100)])
-    monkeypatch.setattr(store.ingest_log, "SHARD_TOKENS", 100)
+    monkeypatch.setattr(store.log_to_traffic, "SHARD_TOKENS", 100)
     rules = make_rules(cfg)
     size, sha256, prefixes = digest_log(log, set())
     arguments = (log, size, sha256, rules, cfg.path("traffic"), cfg.path("rejects"))
@@ -168,7 +168,7 @@ def test_several_shards_per_log(configure, monkeypatch, tmp_path):
 
 
 def test_bytes_of_rejects_are_bounded_for_each_log(configure, monkeypatch):
-    monkeypatch.setattr(store.ingest_log, "MAX_REJECTS_BYTES", 1000)
+    monkeypatch.setattr(store.log_to_traffic, "MAX_REJECTS_BYTES", 1000)
     cfg = configure()
     log = write_log(cfg, "a.jsonl", ["x" * 99 + "\n"] * 50)
     size, sha256, _ = digest_log(log, set())
@@ -237,7 +237,7 @@ def test_labels_of_any_text_do_not_stop_ingest(configure, capsys):
 LOOP = """
 import sys
 from pathlib import Path
-from store import ingest_log as ingest
+from store import log_to_traffic as ingest
 from store.digests import digest_log
 from store.log_formats import Rules
 ingest.SHARD_TOKENS = 500

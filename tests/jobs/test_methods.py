@@ -11,7 +11,7 @@ from jobs.base.sections.serving import METHODS
 from jobs.proof import draft_methods, method_runs
 from jobs.reporting.methods_table import table_line
 from serving.client import Speed
-from tests.tiny import make_target
+from tests.helpers.tiny import make_target
 
 
 @pytest.fixture(scope="module")

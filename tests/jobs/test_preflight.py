@@ -15,9 +15,9 @@ from jobs.base import cli
 from jobs.base.checks import Check
 from jobs.base.config import Config, load
 from jobs.fleet import server_pool
-from jobs.proof import engine_checks, engine_trial, kept_results
+from jobs.proof import engine_checks, kept_results, preflight_run
 from jobs.proof.template_check import Endings, check_template
-from tests.work import CHAT_SETTINGS, make_chats
+from tests.helpers.work import CHAT_SETTINGS, make_chats
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -42,11 +42,11 @@ def first(work):
         kept.append(real(*args))
         return kept[0]
 
-    real, read = engine_trial.serve, engine_trial.with_features
+    real, read = preflight_run.serve, preflight_run.with_features
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_trial, "serve", spy)
+        patch.setattr(preflight_run, "serve", spy)
         patch.setattr(
-            engine_trial,
+            preflight_run,
             "with_features",
             lambda cfg, rows, taps: wanted.extend(rows) or read(cfg, rows),
         )
@@ -63,18 +63,18 @@ def ours(work):
 
 def prepared(work, folder):
     cfg = configure(work)
-    return engine_trial.prepare(cfg, folder, engine_trial.held_out(cfg, folder))
+    return preflight_run.prepare(cfg, folder, preflight_run.held_out(cfg, folder))
 
 
 @pytest.fixture(scope="module")
 def answers(first, ours):
     """What was served, as our target reads it."""
-    return [engine_trial.answer_of(ours, one) for one in first[1].answers + first[1].probes]
+    return [preflight_run.answer_of(ours, one) for one in first[1].answers + first[1].probes]
 
 
 def traced(ours, served, answers):
     names = [*(row["sample_id"] for row in ours.rows), "probe", "probe, cached"]
-    return engine_trial.traces(names, served.answers + served.probes, answers, served.drafts)
+    return preflight_run.traces(names, served.answers + served.probes, answers, served.drafts)
 
 
 def rows(summary):
@@ -100,7 +100,7 @@ def test_a_sound_drafter_passes_every_check(first):
 def test_a_pass_is_kept_and_reused(first, work, monkeypatch):
     summary, _ = first
     assert kept_results.preflight_passed(configure(work), work / "drafters" / "good")
-    monkeypatch.setattr(engine_trial, "serve", lambda *args: pytest.fail("served again"))
+    monkeypatch.setattr(preflight_run, "serve", lambda *args: pytest.fail("served again"))
     again = preflight.run(configure(work, f"preflight.drafter={work / 'drafters' / 'good'}"))
     assert again == summary | {"reused": True}
     assert not kept_results.preflight_passed(
@@ -109,7 +109,7 @@ def test_a_pass_is_kept_and_reused(first, work, monkeypatch):
 
 
 def test_a_broken_folder_is_refused_before_a_server_starts(work, capsys, monkeypatch):
-    monkeypatch.setattr(engine_trial, "serve", lambda *args: pytest.fail("served"))
+    monkeypatch.setattr(preflight_run, "serve", lambda *args: pytest.fail("served"))
     broken = work / "drafters" / "broken"
     shutil.copytree(work / "drafters" / "good", broken)
     config = json.loads((broken / "config.json").read_text())
@@ -126,7 +126,7 @@ def test_a_broken_folder_is_refused_before_a_server_starts(work, capsys, monkeyp
 
 def test_a_mislabelled_folder_that_vllm_serves_as_it_says_is_named(work):
     """Another RoPE base, or taps in another convention: vLLM and replay agree, both are wrong."""
-    good = engine_trial.load_drafter(work / "drafters" / "good")
+    good = preflight_run.load_drafter(work / "drafters" / "good")
     for wrong, name in (({"rope_theta": 7.0}, "rope_theta 10000"), ({"mask_token_id": 2}, "96")):
         drafter = new_drafter(replace(good.cfg, **wrong), 0)
         drafter.load_state_dict(good.state_dict())
@@ -174,7 +174,7 @@ def test_zeros_that_vllm_drafts_near_its_limit_are_named(first, ours, answers):
 def test_another_text_is_blamed_on_the_target(first, ours):
     _, served = first
     changed = [replace(c, output_ids=[9, *c.output_ids[1:]]) for c in served.answers]
-    answers = [engine_trial.answer_of(ours, completion) for completion in changed]
+    answers = [preflight_run.answer_of(ours, completion) for completion in changed]
     assert engine_checks.check_text(answers, ours.ties).status == "fail"
 
 
@@ -192,7 +192,7 @@ def test_answers_shorter_than_a_block_are_not_checked(first, ours):
     """Every round is cut at the end of the answer, so equal counts would prove nothing."""
     _, served = first
     short = replace(served, answers=[cut(one, ours.k) for one in served.answers])
-    answers = [engine_trial.answer_of(ours, one) for one in short.answers]
+    answers = [preflight_run.answer_of(ours, one) for one in short.answers]
     check, measured = engine_checks.check_tau(ours, short, answers)
     assert (check.status, measured) == ("skip", {})
     assert "not checked" in check.found
@@ -208,8 +208,8 @@ def cut(completion, length):
 
 def test_a_preflight_that_compared_nothing_is_not_passed():
     skipped = [Check("tau", "not checked", "skip"), Check("drafts", "not recorded", "skip")]
-    assert [c.status for c in engine_trial.nothing_compared(skipped)] == ["fail"]
-    assert engine_trial.nothing_compared([*skipped[:1], Check("drafts", "fine")]) == []
+    assert [c.status for c in preflight_run.nothing_compared(skipped)] == ["fail"]
+    assert preflight_run.nothing_compared([*skipped[:1], Check("drafts", "fine")]) == []
 
 
 def test_a_sound_drafter_passes_in_bfloat16(work):

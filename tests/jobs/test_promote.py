@@ -17,10 +17,10 @@ from jobs.base import cli
 from jobs.base.config import load
 from jobs.proof import kept_results
 from jobs.registry import versions
-from jobs.registry.lease import lease
+from jobs.registry.alias_lock import lease
 from jobs.registry.versions import Registry
 from store import promotions
-from tests.promotion import (
+from tests.helpers.promotion import (
     SHAPE,
     actions,
     aliases,
@@ -295,7 +295,7 @@ def test_two_racing_promoters_and_a_killed_one(cfg):
     A third process that dies while it holds the lease blocks nobody."""
     hold = (
         "import sys, time; from jobs.base.config import load\n"
-        "from jobs.registry.lease import lease\n"
+        "from jobs.registry.alias_lock import lease\n"
         "with lease(load(None, sys.argv[1:])): print('held', flush=True); time.sleep(60)"
     )
     work = f"work={cfg.work}"

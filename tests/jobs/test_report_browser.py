@@ -13,7 +13,7 @@ from jobs.base.config import load
 from jobs.dataset.samples import load_requests
 from jobs.proof import reference_check
 from jobs.reporting.page import publish
-from tests.work import RIVAL_SETTINGS
+from tests.helpers.work import RIVAL_SETTINGS
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)

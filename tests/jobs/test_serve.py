@@ -12,8 +12,8 @@ from dflash.model import Drafter
 from jobs.base import devices
 from jobs.base.config import load
 from jobs.fleet import replica
-from tests.promotion import SHAPE
-from tests.tiny import make_target
+from tests.helpers.promotion import SHAPE
+from tests.helpers.tiny import make_target
 
 
 @pytest.fixture

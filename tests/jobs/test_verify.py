@@ -13,7 +13,7 @@ from jobs.base.config import load
 from jobs.fleet import server_pool
 from jobs.proof import verdict
 from serving.greedy import Difference
-from tests.work import CHAT_SETTINGS, make_chats
+from tests.helpers.work import CHAT_SETTINGS, make_chats
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

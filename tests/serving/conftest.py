@@ -17,7 +17,7 @@ def tiny_target(tmp_path_factory) -> Path:
     """A Llama of 6 layers, hidden 64, with a word tokenizer; logits are too far apart for ties."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.tiny import add_tokenizer
+    from tests.helpers.tiny import add_tokenizer
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -58,7 +58,7 @@ def learned_drafter(tmp_path_factory, tiny_target) -> Path:
     from dflash.checkpoint import save_drafter
     from dflash.model import new_drafter
     from dflash.target_model import load_target
-    from tests.tiny import memorise
+    from tests.helpers.tiny import memorise
 
     drafter = new_drafter(tiny_config(), seed=0)
     memorise(drafter, load_target(tiny_target, torch.float32), LEARNED, ANSWER)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from serving.vllm_server import Server
-from tests.tiny import add_tokenizer
+from tests.helpers.tiny import add_tokenizer
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -142,14 +142,15 @@ PLAIN = """
     kv_transfer_params ec_transfer_params repetition_detection stream_interval prompt suffix
     prompt_embeds watermarking
 """
-"""Fields that change no greedy choice, or make no plain request (store/shaping.py says why)."""
+"""Fields that change no greedy choice, or make no plain request; store/shaped_answers.py says
+why."""
 
 
 def test_every_field_of_vllms_requests_was_looked_at():
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    from store.shaping import FIELDS
+    from store.shaped_answers import FIELDS
 
     fields = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
     assert fields - set(FIELDS) <= set(PLAIN.split())

@@ -21,9 +21,9 @@ from serving.client import Completion
 from serving.drafts import drafted, read_drafts
 from serving.greedy import Reading, judge
 from serving.vllm_counts import rounds
+from tests.helpers.tiny import learn
 from tests.serving.conftest import TAPS
 from tests.serving.faulty_engine import MAX_TOKENS, OTHER_MASK, OTHER_THETA
-from tests.tiny import learn
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

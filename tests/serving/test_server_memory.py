@@ -4,7 +4,7 @@ import pytest
 
 from serving import server_memory
 from serving.server_memory import GIB, free_bytes, gpu_share, server_bytes, weight_bytes
-from tests.tiny import make_target
+from tests.helpers.tiny import make_target
 
 
 @pytest.fixture(autouse=True)

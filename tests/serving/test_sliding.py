@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from bench.zlab_client import whole_vocabulary
+from dflash.batches import Sample
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.decode import decode
 from dflash.drafter_config import DrafterConfig
-from dflash.loss import Candidates, Sample
+from dflash.frozen_head import Candidates
+from dflash.losses import choose_weights, recorded_token
 from dflash.model import drafter_of, new_drafter
-from dflash.objective import choose_weights, recorded_token
 from dflash.optim import build_optimizers
 from dflash.replay import Request as Recorded
 from dflash.replay import replay

@@ -12,7 +12,7 @@ from store import log_formats
 from store.digests import digest_log
 from store.log_formats import NotUsed, Reject, parse_log
 from store.schemas import TRAFFIC
-from tests.logs import RULES, line, pair, parse, reason
+from tests.helpers.logs import RULES, line, pair, parse, reason
 
 
 def test_capture_record_becomes_a_row(tmp_path):

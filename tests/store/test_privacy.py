@@ -5,7 +5,7 @@ import time
 import pytest
 
 from store.log_formats import NotUsed, Reject
-from tests.logs import line, pair, parse, reason
+from tests.helpers.logs import line, pair, parse, reason
 
 NO_CONSENT = NotUsed(0, "no_consent")
 

@@ -23,7 +23,7 @@ from store.shards import (
     write_manifest,
     write_shard,
 )
-from tests.shards import verify
+from tests.helpers.shards import verify
 
 
 def rejects(n, reason="cut_line"):

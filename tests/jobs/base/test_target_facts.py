@@ -12,7 +12,7 @@ from jobs.base.target_facts import end_tokens
 from jobs.dataset.samples import none_of_target
 from store.schemas import TRAFFIC
 from store.shards import write_manifest, write_shard
-from tests.tiny import add_tokenizer, make_target
+from tests.helpers.tiny import add_tokenizer, make_target
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from jobs.fleet import server_pool
 from jobs.fleet.server_pool import Room, Servers, at_once, require, room
 from jobs.machine import resources
 from serving.server_memory import GIB, server_bytes
-from tests.tiny import make_target
+from tests.helpers.tiny import make_target
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jobs.harvesting import actors
-from tests.work import configure
+from tests.helpers.work import configure
 
 
 def nodes(*cpus, gpus=0):

@@ -11,7 +11,7 @@ from jobs import ingest
 from store.schemas import REJECTS
 from store.shards import read_dataset, read_manifests
 from store.traffic_table import read_traffic
-from tests.capture_logs import line, write_log
+from tests.helpers.capture_logs import line, write_log
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

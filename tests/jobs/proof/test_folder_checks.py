@@ -24,7 +24,7 @@ from store.features import features_row
 from store.ids import sample_id
 from store.schemas import TRAFFIC, features_schema
 from store.shards import write_manifest, write_shard
-from tests.tiny import add_tokenizer, make_target
+from tests.helpers.tiny import add_tokenizer, make_target
 
 SETTINGS = ["drafter.num_taps=2", "drafter.block_size=4", "drafter.mask_token_id=96"]
 

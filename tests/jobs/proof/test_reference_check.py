@@ -22,7 +22,7 @@ from serving.vllm_counts import served_row
 from store.ids import drafter_version
 from store.schemas import ACCEPTANCE
 from store.shards import read_dataset
-from tests.work import RIVAL_SETTINGS
+from tests.helpers.work import RIVAL_SETTINGS
 
 K = 4
 

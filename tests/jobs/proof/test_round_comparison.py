@@ -15,7 +15,7 @@ from dflash.target_model import load_target
 from dflash.training_step import generator
 from jobs.proof.round_comparison import Comparison, Difference, compare, table
 from serving.client import Completion
-from tests.tiny import SHAPE, learn, make_target
+from tests.helpers.tiny import SHAPE, learn, make_target
 
 K, LENGTH = 3, 40
 DTYPES = [torch.float32, torch.bfloat16]

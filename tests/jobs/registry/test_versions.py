@@ -27,9 +27,9 @@ from jobs.registry.versions import FIELDS, OLD_SHA256, SHA256, Registry
 from jobs.tracking import mlflow_client
 from jobs.tracking.mlflow_client import MlflowFault
 from jobs.tracking.mlflow_runs import Tracker, attach, metric_name
-from tests import promotion
-from tests.promotion import aliases, make_drafter, make_target, opened, promoted
-from tests.work import RIVAL_SETTINGS
+from tests.helpers import promotion
+from tests.helpers.promotion import aliases, make_drafter, make_target, opened, promoted
+from tests.helpers.work import RIVAL_SETTINGS
 
 HOSTILE = [
     "/",

@@ -10,7 +10,7 @@ from dflash.checkpoint import load_drafter
 from jobs import evaluate, train
 from jobs.tracking.mlflow_runs import Tracker
 from jobs.training.states import read_state, states_folder
-from tests.work import configure, in_one_process, make_base
+from tests.helpers.work import configure, in_one_process, make_base
 
 BF16 = [
     "target.dtype=bfloat16",

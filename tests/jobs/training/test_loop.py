@@ -29,7 +29,7 @@ from jobs.training.runs import live_pin
 from jobs.training.states import has_ended, has_result, is_unfinished, states_folder
 from store.schemas import ACCEPTANCE, FEATURES
 from store.shards import read_dataset, read_manifests
-from tests.work import SETTINGS, configure, make_base
+from tests.helpers.work import SETTINGS, configure, make_base
 
 
 def first_sample(cfg):

@@ -13,7 +13,7 @@ import torch
 
 from dflash.decode import decode
 from dflash.identity import target_id
-from dflash.objective import recorded_token
+from dflash.losses import recorded_token
 from dflash.target_model import load_target
 from dflash.training_step import generator, rank_picks, step_batch, step_indices
 from jobs import harvest, ingest, train
@@ -25,7 +25,7 @@ from store.features import FeatureCache
 from store.files import exclusive
 from store.labels import clean
 from store.shards import write_shard
-from tests.work import configure, record
+from tests.helpers.work import configure, record
 
 pytestmark = pytest.mark.timeout(600)
 QUICK = ["train.steps=6", "train.checkpoint_every=3", "train.val_every=3", "train.val_samples=2"]

@@ -27,9 +27,9 @@ from jobs.training.feed import training_set, val_rows
 from jobs.training.loop import progress_file
 from jobs.training.runs import live_pin, run_name
 from jobs.training.states import commit_state, newest_state, read_state
-from tests.tiny import memorise
-from tests.work import SETTINGS as WORK
-from tests.work import configure, in_one_process, make_base
+from tests.helpers.tiny import memorise
+from tests.helpers.work import SETTINGS as WORK
+from tests.helpers.work import configure, in_one_process, make_base
 
 # 3 samples on 2 workers: a rank has a step without a second sample. Small steps: float order grows.
 SETTINGS = ["train.batch_size=3", "train.steps=40", "train.val_every=20", "train.lr=2e-3"]

@@ -10,8 +10,8 @@ from dflash.decode import decode
 from dflash.target_model import load_target
 from dflash.training_step import generator
 from jobs import evaluate, harvest, ingest, train
-from tests.tiny import make_target
-from tests.work import configure, record
+from tests.helpers.tiny import make_target
+from tests.helpers.work import configure, record
 
 
 @pytest.mark.usefixtures("one_process")

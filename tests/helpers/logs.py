@@ -6,7 +6,7 @@ from typing import Any
 
 from store import log_formats
 from store.log_formats import NotUsed, Reject, Rules, parse_log
-from store.reasons import REASONS
+from store.rejection_reasons import REASONS
 
 RULES = Rules(
     target_id="t",
@@ -45,8 +45,8 @@ def parse(path, data, rules=RULES) -> list[Any]:
 
 
 def reason(path, data):
-    """The reason of the only outcome. Also checks that its class is that of store/reasons.py, and
-    that only a damaged record is kept.
+    """The reason of the only outcome. Also checks that its class is that of
+    store/rejection_reasons.py, and that only a damaged record is kept.
     """
     (outcome,) = parse(path, data)
     damaged = REASONS[outcome.reason.partition(":")[0]].damaged

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from dflash.loss import Candidates, Sample
-from dflash.model import new_drafter
-from dflash.objective import (
+from dflash.batches import Sample
+from dflash.frozen_head import Candidates
+from dflash.losses import (
     choose_labels,
     choose_weights,
     decay_weights,
     default_gamma,
     dpace,
 )
+from dflash.model import new_drafter
 from dflash.target_model import top_logprobs
 from dflash.training_step import generator, step_batch, step_indices, step_loss
 

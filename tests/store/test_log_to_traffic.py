@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-import store.ingest_log
+import store.log_to_traffic
 from store.digests import digest_log
-from store.ingest_log import ingest_log, publish, settle
+from store.log_to_traffic import ingest_log, publish, settle
 from store.schemas import REJECTS, TRAFFIC
 from store.shards import read_dataset, read_manifests
-from tests.logs import RULES, line, pair
-from tests.shards import verify
+from tests.helpers.logs import RULES, line, pair
+from tests.helpers.shards import verify
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_what_an_older_version_kept_without_consent_goes(tmp_path, read, monkeyp
     with monkeypatch.context() as older:
         older.setattr("store.log_formats.may_refuse", lambda raw: False)
         older.setattr("store.log_formats.answers", lambda value: [])
-        older.setattr(store.ingest_log, "READING", 1)
+        older.setattr(store.log_to_traffic, "READING", 1)
         assert len(read()) == 1
         assert len(read_dataset(tmp_path / "traffic", TRAFFIC)) == 2
     assert read() == []

@@ -5,8 +5,8 @@ import pyarrow.parquet as pq
 import torch
 
 from store.features import features_row, open_shard
-from store.mending import mend, publish
 from store.schemas import features_schema
+from store.shard_repair import mend, publish
 from store.shards import shard_paths, write_shard
 
 SCHEMA = features_schema("t", [1, 5], 16)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from store.shaping import shaped_by
+from store.shaped_answers import shaped_by
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 STRICT = {"type": "function", "function": {"name": "f", "strict": True}}

@@ -16,14 +16,14 @@ from jobs.base.config import load
 from jobs.dataset.samples import load_rows
 from jobs.proof import (
     engine_checks,
-    engine_trial,
     greedy_requests,
+    preflight_run,
 )
 from jobs.proof.round_comparison import Comparison
 from serving.client import Completion
 from serving.greedy import GreedyReport, Reading
-from tests.tiny import make_target
-from tests.work import configure, make_base
+from tests.helpers.tiny import make_target
+from tests.helpers.work import configure, make_base
 
 
 def completion(output, accepted, finish="length"):
@@ -54,13 +54,13 @@ def test_an_answer_that_fills_the_context_is_traced_without_its_uncounted_round(
     """It was once an IndexError: the counts had one more round than the drafts."""
     one = completion([5, 6, 7, 8], [1])  # vLLM counts no step for 8, which no draft had room for
     recorded = {"cmpl-a-0": [[6, 9], [0, 0]]}
-    [found] = engine_trial.traces(["a"], [one], [answer([1, 2, 5, 6, 7, 8])], recorded)
+    [found] = preflight_run.traces(["a"], [one], [answer([1, 2, 5, 6, 7, 8])], recorded)
     assert (found.accepted, found.drafts.tolist()) == ([1], [[6, 9]])
 
 
 def test_a_served_answer_of_one_token_is_no_index_error():
     one = completion([5], None, "stop")
-    [empty] = engine_trial.traces(["a"], [one], [answer([1, 2, 5])], {"cmpl-a-0": [[6, 9]]})
+    [empty] = preflight_run.traces(["a"], [one], [answer([1, 2, 5])], {"cmpl-a-0": [[6, 9]]})
     ours: Any = None  # not used: there is nothing to compare
     check, found = engine_checks.check_drafts(ours, [empty])
     assert (check.status, found) == ("skip", {})
@@ -69,11 +69,11 @@ def test_a_served_answer_of_one_token_is_no_index_error():
 
 
 def test_own_rounding_is_measured_beside_an_answer_of_one_token(harvested, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_trial, "_special_tokens", lambda cfg: [])  # no tokenizer here
+    monkeypatch.setattr(preflight_run, "_special_tokens", lambda cfg: [])  # no tokenizer here
     cfg = configure(harvested, "target.dtype=bfloat16", "serve.max_model_len=100")
     folder = make_base(cfg, tmp_path / "drafter")
-    rows = engine_trial.held_out(cfg, folder)[:2]
-    ours = engine_trial.prepare(cfg, folder, rows)
+    rows = preflight_run.held_out(cfg, folder)[:2]
+    ours = preflight_run.prepare(cfg, folder, rows)
     some, other = ours.answers
     prompt, first = some.ids[: some.num_prompt].tolist(), int(some.ids[some.num_prompt])
     one = read_answer(ours.target, ours.drafter.cfg, prompt, [first])
@@ -82,8 +82,8 @@ def test_own_rounding_is_measured_beside_an_answer_of_one_token(harvested, tmp_p
         Trace("one token", one, [], torch.tensor([])),
         Trace("another", other, [0], drafts),
     ]
-    assert engine_trial.with_noise(cfg, folder, ours, traces).noise.drafts == 2
-    assert engine_trial.with_noise(cfg, folder, ours, traces[:1]) is ours
+    assert preflight_run.with_noise(cfg, folder, ours, traces).noise.drafts == 2
+    assert preflight_run.with_noise(cfg, folder, ours, traces[:1]) is ours
     found = engine_checks.compare(AS_CONFIGURED, ours.drafter, *ours.borrowed, traces)
     assert found.drafts == 2
 
@@ -108,7 +108,7 @@ def test_one_long_sample_stops_neither_preflight_nor_verify_nor_methods(
     everything = load_rows(cfg, "test")
     longest = max(lengths(everything))
     assert greedy_requests.longest(cfg, 4) == longest - 1
-    kept: dict[str, Any] = {"preflight": engine_trial.held_out(cfg, folder)}
+    kept: dict[str, Any] = {"preflight": preflight_run.held_out(cfg, folder)}
 
     def spy(name, place):
         def stop(*args):
@@ -211,13 +211,13 @@ def test_a_target_that_this_process_cannot_hold_is_refused_before_a_server_start
     cfg = configure(harvested, "serve.max_model_len=100")
     folder = make_base(cfg, tmp_path / "drafter")
     monkeypatch.setattr(devices, "free_bytes", lambda: 1000)
-    for module in (engine_trial, verify):
+    for module in (preflight_run, verify):
         monkeypatch.setattr(module, "require", lambda *args: SimpleNamespace(servers=1))
-    monkeypatch.setattr(engine_trial, "serve", lambda *args: pytest.fail("served"))
+    monkeypatch.setattr(preflight_run, "serve", lambda *args: pytest.fail("served"))
     monkeypatch.setattr(verify, "Servers", lambda *args: pytest.fail("served"))
-    rows = engine_trial.held_out(cfg, folder)
+    rows = preflight_run.held_out(cfg, folder)
     calls = {
-        "preflight": lambda: engine_trial.try_on_engine(cfg, folder),
+        "preflight": lambda: preflight_run.try_on_engine(cfg, folder),
         "verify": lambda: verify.prove(cfg, folder, "1", rows, {4: [[0]] * len(rows)}),
     }
     with pytest.raises(ValueError, match=rf"{stage} reads .*the target takes .*0\.0 GiB are free"):

@@ -22,7 +22,7 @@ from jobs.base.config import Config, load
 from jobs.base.drafter_shape import drafter_config
 from jobs.dataset.samples import load_requests
 from jobs.training import ray_trainer
-from tests.tiny import add_tokenizer, learn, make_target, memorise
+from tests.helpers.tiny import add_tokenizer, learn, make_target, memorise
 
 NUM_REQUESTS = 48
 SETTINGS = [

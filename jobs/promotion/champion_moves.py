@@ -4,7 +4,7 @@ from typing import Any
 
 from jobs.base.config import Config
 from jobs.base.console import console
-from jobs.registry.lease import who
+from jobs.registry.alias_lock import who
 from jobs.registry.versions import CHAMPION, PREVIOUS, Registry, Version
 from store import promotions
 from store.ids import drafter_version

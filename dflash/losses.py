@@ -2,7 +2,7 @@
 
 Labels (`train.loss`) turn a sample into a distribution over tokens at every position; weights
 (`train.weights`) turn the slots' chances of acceptance into factors of their losses. Shape
-suffixes as in dflash/loss.py.
+suffixes as in dflash/batches.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dflash.loss import Labels, Sample
+from dflash.batches import Labels, Sample
 
 Weights = Callable[[Tensor, Tensor], Tensor]
 """From accepted [B, N, K] (chance that slot k's draft is accepted) and supervised [B, N, K] (0 or
