@@ -22,8 +22,18 @@ def lead(facts: Facts) -> str:
     text += "; without a drafter it gives 1."
     if served and replayed:
         gap = replayed.tau / served.tau - 1
-        text += f" Replay said {replayed.tau:.2f} ({gap:+.1%})."
+        text += f" Replay of the recorded answers gave {replayed.tau:.2f} ({gap:+.1%})"
+        text += f"{_same_text(facts)}."
     return text
+
+
+def _same_text(facts: Facts) -> str:
+    """How near replay is on the very texts that were served, which need not be the recorded ones."""
+    compared = (facts.verified or {}).get("comparison", {})
+    if not compared.get("tau_served"):
+        return ""
+    gap = compared["tau_replay"] / compared["tau_served"] - 1
+    return f", replay of the served ones {compared['tau_replay']:.2f} ({gap:+.1%})"
 
 
 def headline(facts: Facts) -> list[tuple[str, Measured]]:

@@ -279,6 +279,12 @@ def test_a_drafter_that_failed_verify_is_not_recommended(cfg, measured):
     assert told["acceptance counted by vLLM"] == "no"
 
 
+def test_replay_of_the_served_texts_is_told_apart_from_that_of_the_recorded_ones(cfg, measured):
+    compared = {"tau_replay": 2.222, "tau_served": 2.2, "faults": [], "unchecked": ""}
+    save(cfg, "verified", VERIFIED | {"comparison": compared})
+    assert "), replay of the served ones 2.22 (+1.0%)." in read(cfg).text
+
+
 def test_without_verification_no_k_is_recommended(cfg, measured):
     cfg.path("verified", "one.json").unlink()
     page = read(cfg)
