@@ -28,7 +28,7 @@ def lead(facts: Facts) -> str:
 
 
 def _same_text(facts: Facts) -> str:
-    """How near replay is on the very texts that were served, which need not be the recorded ones."""
+    """How near replay is on the texts that were served, which need not be the recorded ones."""
     compared = (facts.verified or {}).get("comparison", {})
     if not compared.get("tau_served"):
         return ""
