@@ -269,6 +269,11 @@ def read_target_config(folder: str | os.PathLike) -> dict[str, Any]:
     missing = [name for name in NEEDED if config.get(name) is None]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}: this kind of model is not supported")
+    for name in NEEDED:
+        if type(config[name]) is not int and name != "rms_norm_eps":
+            raise ValueError(f"{path}: {name} is {config[name]!r}, not a whole number: repair it")
+    if not isinstance(config.get("rope_parameters") or {}, dict):
+        raise ValueError(f"{path}: rope_parameters is no object: repair it")
     return config
 
 

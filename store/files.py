@@ -64,6 +64,10 @@ def commit(
         return True
     except FileExistsError:
         return False
+    except OSError as error:
+        if error.filename is None and error.errno:  # a full disk says no more than that
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()

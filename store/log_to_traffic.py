@@ -25,7 +25,7 @@ from store.shards import (
     write_shard,
 )
 
-READING = 2
+READING = 3
 """Version of the parsing. It goes up when the same bytes under the same rules give other rows; logs
 are then read again."""
 SHARD_TOKENS = 8_000_000  # about 32 MiB of ids in memory

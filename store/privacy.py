@@ -86,10 +86,15 @@ def may_refuse(raw: bytes) -> bool:
     A value that is cut off counts as a no, and so does a name without a value. null says nothing.
     In doubt it is a no: then the line is not kept for whoever looks for the damage.
     """
-    if b"\\u00" in raw:  # a key may be written in escapes
-        raw = _ESCAPE.sub(lambda found: bytes([int(found[1], 16)]), raw)
-    raw = raw.lower()
+    raw = _unescaped(raw).lower()
     return b"consent" in raw and not all(map(_is_clear, _KEY.finditer(raw)))
+
+
+def _unescaped(raw: bytes) -> bytes:
+    """A line with the ASCII characters that JSON may write as escapes: Go writes < and > so."""
+    if b"\\u00" not in raw:
+        return raw
+    return _ESCAPE.sub(lambda found: bytes([int(found[1], 16)]), raw)
 
 
 def _is_clear(found: re.Match[bytes]) -> bool:
@@ -103,6 +108,7 @@ def _is_clear(found: re.Match[bytes]) -> bool:
 
 def marked(raw: bytes) -> bool:
     """Whether the bytes of a line carry a redaction mark. Fast for lines without one."""
+    raw = _unescaped(raw)
     if b"edacted" not in raw and b"EDACTED" not in raw:
         return False
     return bool(_FLAG.search(raw) or _MARK.search(raw.decode("utf-8", "replace")))
@@ -118,7 +124,8 @@ def redacted(value: dict[str, Any], raw: bytes) -> bool:
     request, response = value.get("request"), value.get("response")
     if not isinstance(request, dict) or not isinstance(response, dict):
         return "v" not in value  # a capture record holds no text: the mark is in a label
-    texts = [request.get("messages"), request.get("prompt"), response.get("choices")]
+    texts = [request.get(name) for name in ("messages", "prompt", "system", "tools", "input")]
+    texts += [response.get(name) for name in ("choices", "prompt_text", "output")]
     return bool(_FLAG.search(raw)) or _holds_mark(texts)
 
 

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
-from jobs.base.config import Config, load
+from jobs.base.config import Config, commented, load
 from jobs.base.console import visible
-from jobs.base.settings import to_yaml
 
 STAGES = {
     "target": ("jobs.target", "fetch and convert the demo target"),
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{args.stage} has no --plan; only {', '.join(PLANNED)}")
         cfg = load(args.config, _settings(args.stage, args.settings))
         if args.stage == "config":
-            _print(to_yaml(cfg), end="")
+            _print(commented(cfg), end="")
             return 0
         return _run(args.stage, cfg, "plan" if args.plan else "run")
     except KeyboardInterrupt:

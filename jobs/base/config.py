@@ -8,7 +8,7 @@ Unknown keys and wrong types are refused by name.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,14 @@ from jobs.base.sections.environment import Mlflow, Ray, Target
 from jobs.base.sections.judging import Evaluate, Preflight, Promote, Rollback, Sql
 from jobs.base.sections.serving import Methods, Serve, Verify
 from jobs.base.sections.training import Convert, Drafter, Train
-from jobs.base.settings import build, flatten, parse_overrides, read_yaml, setting
+from jobs.base.settings import (
+    build,
+    flatten,
+    parse_overrides,
+    read_yaml,
+    setting,
+    to_yaml,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +53,13 @@ class Config:
     verify: Verify = field(default_factory=Verify)
     methods: Methods = field(default_factory=Methods)
     sql: Sql = field(default_factory=Sql)
+
+    def __post_init__(self) -> None:
+        if found := [c for c in str(self.path()) if c in "%?"]:
+            raise ValueError(
+                f"work = {str(self.path())!r}: MLflow reads its database and artifacts below this "
+                f"path as URIs, where {found[0]} has a meaning: choose a folder without it"
+            )
 
     def override(self, section: str, **values: Any) -> "Config":
         """A copy with some values of one section replaced."""
@@ -75,7 +89,7 @@ class Config:
 
 def load(file: Path | str | None = None, overrides: Sequence[str] = ()) -> Config:
     """Defaults, those of the profile, the YAML `file`, `overrides` such as "train.steps=200"; the
-    last wins. `profile` of the result is the one that was taken.
+    last wins.
 
     Raises:
         ValueError: an unknown key, a wrong type or an impossible value, named with what to write.
@@ -83,6 +97,19 @@ def load(file: Path | str | None = None, overrides: Sequence[str] = ()) -> Confi
     """
     given = flatten(Config, read_yaml(Path(file)) if file else {})
     given |= parse_overrides(Config, overrides)
-    asked = build(Config, given)
-    profile = asked.profile if asked.profile != "auto" else profile_of(asked.target_path)
-    return build(Config, PROFILES[profile] | given | {"profile": profile})
+    return build(Config, PROFILES[taken_profile(build(Config, given))] | given)
+
+
+def taken_profile(cfg: Config) -> str:
+    """The profile whose defaults `cfg` has."""
+    return profile_of(cfg.target_path) if cfg.profile == "auto" else cfg.profile
+
+
+def commented(cfg: Config) -> str:
+    """`cfg` as YAML for a file of settings. Defaults that depend on the size of the target are
+    comments, so that the file also fits a target of another size.
+    """
+    values = flatten(Config, asdict(cfg))
+    names = {name for profile in PROFILES.values() for name in profile}
+    taken = flatten(Config, asdict(Config())) | PROFILES[taken_profile(cfg)]
+    return to_yaml(cfg, [name for name in names if values[name] == taken[name]])

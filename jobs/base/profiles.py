@@ -2,7 +2,7 @@
 
 The sections hold the defaults for a target of about 8 B parameters. A profile replaces those that
 another size needs. A config file and the command line replace both.
-docs/how-to/choose-a-profile.md has the table with the source of each value.
+docs/how-to/settings.md has the table with the source of each value.
 """
 
 from pathlib import Path
@@ -33,5 +33,8 @@ LARGEST = {"small": 4 << 30, "8b": 80 << 30}
 
 def profile_of(target: Path) -> str:
     """The profile for the target in this folder; small without one, as the built-in target is."""
-    size = sum(path.stat().st_size for path in target.glob("*.safetensors") if path.is_file())
+    files = [path for path in target.glob("[!.]*.safetensors") if path.is_file()]
+    # Mistral publishes the weights a second time, in one file of its own format.
+    files = [path for path in files if not path.name.startswith("consolidated")] or files
+    size = sum(path.stat().st_size for path in files)
     return next((name for name, largest in LARGEST.items() if size <= largest), "70b")

@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -130,20 +130,24 @@ def split_identity(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return identity, execution
 
 
-def to_yaml(settings: Any) -> str:
-    """The settings as YAML that loads back to the same values; a comment explains every key."""
+def to_yaml(settings: Any, as_comments: Collection[str] = (), prefix: str = "") -> str:
+    """The settings as YAML that loads back to the same, every key with its meaning above it. Those
+    in `as_comments`, by dotted name, are comments.
+    """
     lines: list[str] = []
     for item, kind in _fields(type(settings)):
-        value = getattr(settings, item.name)
+        value, name = getattr(settings, item.name), f"{prefix}{item.name}"
         if dataclasses.is_dataclass(kind):
             summary = (kind.__doc__ or "").splitlines()[0]
-            body = "".join(f"  {line}\n" for line in to_yaml(value).splitlines())
+            inside = to_yaml(value, as_comments, f"{name}.")
+            body = "".join(f"  {line}\n" for line in inside.splitlines())
             lines.append(f"\n# {summary}\n{item.name}:\n{body}")
         else:
             text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
             text = text.removesuffix("...\n").strip()
+            sign = "# " if name in as_comments else ""
             lines.append(
-                f"# {item.metadata['help']} ({_expected(item, kind)})\n{item.name}: {text}\n"
+                f"# {item.metadata['help']} ({_expected(item, kind)})\n{sign}{item.name}: {text}\n"
             )
     return "".join(lines)
 
@@ -206,7 +210,7 @@ def _default(item: dataclasses.Field) -> Any:
 def _check(name: str, value: Any, item: dataclasses.Field, kind: Any) -> Any:
     """`value` as the type of its setting, or a ValueError that names both."""
     if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError):  # YAML 1.1 reads 5e-3 as a string
+        with contextlib.suppress(ValueError, OverflowError):  # YAML 1.1 reads 5e-3 as a string
             value = float(value)
     if not _matches(value, kind):
         close = difflib.get_close_matches(str(value), [str(arg) for arg in get_args(kind)], n=1)

@@ -23,6 +23,11 @@ def target_taps(cfg: Config) -> tuple[int, ...]:
         taps = tuple(cfg.drafter.taps)
         check_taps(taps, num_layers)
         return taps
+    if cfg.drafter.num_taps > max(1, num_layers - 3):
+        raise ValueError(
+            f"drafter.num_taps = {cfg.drafter.num_taps}: a target of {num_layers} layers has at "
+            f"most {max(1, num_layers - 3)} evenly spread ones; lower it, or set drafter.taps"
+        )
     return default_taps(num_layers, cfg.drafter.num_taps)
 
 

@@ -13,8 +13,13 @@ def make_rules(cfg: Config) -> Rules:
     Raises ValueError for a target folder without a config.json that has a vocab_size.
     """
     path = cfg.target_path / "config.json"
+    if not cfg.target_path.is_dir():
+        raise ValueError(
+            f"target.path {cfg.target_path}: no such folder. It is the folder of the model that "
+            "you serve; `flywheel target` makes the demo's"
+        )
     try:
-        vocab_size = json.loads(path.read_bytes())["vocab_size"]
+        vocab_size = int(json.loads(path.read_bytes())["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path}: no model configuration with a vocab_size. target.path names the folder of "

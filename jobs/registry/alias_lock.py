@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import getpass
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -15,7 +16,11 @@ LEASE_SECONDS = 60.0
 
 def who() -> str:
     """user@host, as in leases and promotion records."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user id without a name
+        user = f"uid{os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
 
 
 @contextlib.contextmanager

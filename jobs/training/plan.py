@@ -15,8 +15,8 @@ from dflash.losses import choose_labels, named_tokens
 from dflash.model import Drafter
 from dflash.target_model import resolve_dtype, resolve_training_dtype, ties_embeddings
 from dflash.training_memory import activation_bytes, head_bytes, model_bytes
-from jobs.base.config import Config
-from jobs.base.console import print_table, short_name, some_names
+from jobs.base.config import Config, taken_profile
+from jobs.base.console import console, print_table, short_name, some_names
 from jobs.base.devices import compute_device
 from jobs.base.drafter_shape import drafter_config, export_dtype, misfits
 from jobs.base.target_facts import target_config
@@ -29,6 +29,7 @@ from jobs.training.states import KEEP, newest_state, state_step, states_folder
 PROCESS_BYTES = 700 << 20
 """A worker with torch, Ray and MLflow imported, before it loads anything (measured, Linux)."""
 
+MANY_EPOCHS = 50
 COMPLETE = "complete"
 LABEL_BYTES = 12
 """Bytes of one entry of a slot's label: int64 id and float32 probability (dflash/batches.py)."""
@@ -90,7 +91,7 @@ def make_plan(cfg: Config) -> Facts:
     memory = memory_plan(cfg, shape, data, val)
     return {
         "name": name,
-        "profile": cfg.profile,
+        "profile": taken_profile(cfg),
         **_start(cfg, name, features := missing(cfg, pin) or COMPLETE),
         "pinned_to": f"{len(pin.train)} train and {len(pin.val)} val samples",
         "samples_since": chosen.newer,
@@ -228,3 +229,21 @@ def print_plan(plan: Facts) -> None:
         print_table(
             title, ["what", "MiB"], [(k, f"{v / (1 << 20):,.1f}") for k, v in sizes.items()]
         )
+    for note in _notes(plan, memory):
+        console.print(f"note: {note}")
+
+
+def _notes(plan: Facts, memory: dict[str, int]) -> list[str]:
+    """What a reader of the numbers should not miss."""
+    found = []
+    if plan["epochs"] > MANY_EPOCHS:
+        found.append(
+            f"{plan['epochs']:.0f} epochs of {plan['samples']} samples; published runs have 3 to "
+            "6: lower train.steps or train.batch_size, or harvest more traffic"
+        )
+    if memory["total"] > memory["free now"]:
+        found.append(
+            "a worker needs more memory than is free here: try train.micro_batch=1, then a smaller "
+            "train.cache_gib, then train.shard=fsdp with more workers"
+        )
+    return found

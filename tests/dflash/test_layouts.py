@@ -196,6 +196,13 @@ BROKEN = {
         ),
         "gemma3 keeps its decoder in text_config, which is not supported",
     ),
+    "a number as text": (
+        "untied",
+        lambda folder: (folder / "config.json").write_text(
+            (folder / "config.json").read_text().replace('"vocab_size": 97', '"vocab_size": "97"')
+        ),
+        "vocab_size is '97', not a whole number: repair it",
+    ),
     "another kind of model": (
         "untied",
         lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "n_embd": 32}'),

@@ -92,11 +92,22 @@ REDACTED = "redacted-by-litellm"
         pair({"messages": [{"content": REDACTED}]}, {"choices": [{"text": "clear"}]}),
         pair(redacted=True),
         b'{"messages": "redacted-by-litellm", "response": "a clear answer"}\n',
+        pair({"messages": [{"content": "<REDACTED>"}]}).replace(b"<", rb"\u003c"),  # as Go writes
+        pair({"prompt": "[REDACTED]"}).replace(b"R", rb"\u0052"),
+        pair({"messages": [{"content": "a"}], "system": "[REDACTED]"}),
+        pair({"tools": [{"function": {"description": "<REDACTED>"}}]}),
+        pair({"prompt": "a"}, {"choices": [], "prompt_text": "[REDACTED]"}),
     ],
 )
 def test_a_half_redacted_pair_is_counted_and_nothing_of_it_is_kept(tmp_path, data):
     """Its ids were once trained on, and readable answers of redacted logs got into rejects/."""
     assert parse(tmp_path / "l", data) == [NotUsed(0, "redacted")]
+
+
+def test_of_a_torn_line_with_an_escaped_mark_nothing_is_kept(tmp_path):
+    torn = pair({"prompt": "<REDACTED>"}).replace(b"<", rb"\u003c")[:-9] + b"\n"
+    [found] = parse(tmp_path / "l", torn)
+    assert (found.reason, found.raw) == ("not_json", b"")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The commit protocol: nothing half-written is ever visible, reruns find what is done."""
 
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import pyarrow.compute as pc
 import pytest
 
 from store import files
-from store.files import sweep
+from store.files import commit, sweep
 from store.schemas import ACCEPTANCE, FEATURES, REJECTS, TRAFFIC, count_tokens
 from store.shards import (
     is_complete,
@@ -126,6 +127,15 @@ def test_broken_manifest_is_named(tmp_path):
         (tmp_path / "manifests" / "good.json").write_text(text)
         with pytest.raises(ValueError, match=rf"good\.json is damaged \(.*{why}"):
             read_manifests(tmp_path)
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    def full(stream):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*/a\.json'"):
+        commit(tmp_path / "a.json", full)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_second_writer_of_a_manifest_gets_the_first(tmp_path):

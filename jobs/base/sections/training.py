@@ -144,6 +144,8 @@ class Train:
     def __post_init__(self) -> None:
         if not (self.steps or self.base):
             raise ValueError("train.steps = 0 exports train.base as it is: set train.base")
+        if self.warmup > 1:
+            raise ValueError(f"train.warmup = {self.warmup}: a share of the steps, at most 1")
         if abs(self.seed) >= 1 << 63:
             raise ValueError(f"train.seed = {self.seed}: it must fit in 64 bits")
         if self.mix >= 1:

@@ -3,8 +3,8 @@ import re
 
 import pytest
 
-from jobs.base.config import Config, load
-from jobs.base.profiles import LARGEST, PROFILES
+from jobs.base.config import Config, commented, load, taken_profile
+from jobs.base.profiles import LARGEST, PROFILES, profile_of
 from jobs.base.settings import build, flatten, to_yaml
 
 
@@ -21,16 +21,41 @@ def test_defaults_follow_the_size_of_the_target(tmp_path):
         with open(tmp_path / "model-00001-of-00001.safetensors", "wb") as file:
             file.truncate(size)  # sparse: no byte is written
         cfg = load(None, [f"target.path={tmp_path}", *words])
-        return cfg.profile, cfg.drafter.layers, cfg.train.optimizer, cfg.train.shard
+        return taken_profile(cfg), cfg.drafter.layers, cfg.train.optimizer, cfg.train.shard
 
     assert sized(270 << 20) == ("small", 2, "muon", "ddp")
     assert sized(16 << 30) == ("8b", 5, "adamw", "ddp")
     assert sized(140 << 30) == ("70b", 5, "adamw", "fsdp")
     assert sized(16 << 30, "profile=small", "drafter.layers=3") == ("small", 3, "muon", "ddp")
-    assert load(None, [f"work={tmp_path}/none"]).profile == "small", "the built-in target is"
+    assert load(None, [f"work={tmp_path}/none"]).drafter.layers == 2, "the built-in target is small"
     (tmp_path / "my.yaml").write_text("profile: 8b\ntrain: {lr: 1e-3}\n")
     cfg = load(tmp_path / "my.yaml", ["train.anchors=9"])
     assert (cfg.train.steps, cfg.train.lr, cfg.train.anchors) == (10_000, 1e-3, 9)
+
+
+def test_weights_that_lie_there_twice_or_half_do_not_count(tmp_path):
+    names = ("model-00001.safetensors", ".model-00002.safetensors", "consolidated.safetensors")
+    for name in names:
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(3 << 30)
+    assert profile_of(tmp_path) == "small"
+    (tmp_path / names[0]).unlink()
+    with open(tmp_path / names[2], "wb") as file:
+        file.truncate(9 << 30)
+    assert profile_of(tmp_path) == "8b"
+
+
+def test_a_printed_file_follows_the_size_of_another_target(tmp_path):
+    """It once froze the profile of the day it was printed."""
+    file = tmp_path / "my.yaml"
+    file.write_text(commented(load(None, ["train.anchors=9", "train.seed=3"])))
+    assert (load(file).train.steps, load(file).train.anchors, load(file).train.seed) == (150, 9, 3)
+    larger = load(file, ["profile=8b"])
+    assert (larger.train.steps, larger.train.optimizer, larger.train.anchors) == (
+        10_000,
+        "adamw",
+        9,
+    )
 
 
 def test_profiles_name_settings_and_say_something_else_than_the_default():
@@ -72,6 +97,10 @@ def test_every_setting_has_a_meaning():
         (["train.steps=1.5"], "train.steps = 1.5: expected integer >= 0"),
         (["train.steps=true"], "train.steps = True: expected integer >= 0"),
         (["train.lr=fast"], "train.lr = 'fast': expected number >= 0"),
+        (["train.lr=" + "9" * 400], "expected number >= 0"),
+        (["work=runs/feature%2Fx"], "where % has a meaning: choose a folder without it"),
+        (["work=runs/team?a"], "where ? has a meaning"),
+        (["train.warmup=2"], "train.warmup = 2.0: a share of the steps, at most 1"),
         (["train.lr=nan"], "train.lr = nan: expected number >= 0"),
         (["serve.capture=~nobody-of-that-name/x"], "capture = '~nobody-of-that-name/x': "),
         (["serve.eager=1"], "serve.eager = 1: expected true or false"),

@@ -8,8 +8,9 @@ import pytest
 from dflash.identity import legacy_target_id, target_id
 from jobs.base.config import load
 from jobs.base.drafter_shape import mask_token
-from jobs.base.target_facts import end_tokens
+from jobs.base.target_facts import end_tokens, target_taps
 from jobs.dataset.samples import none_of_target
+from jobs.ingestion.rules import make_rules
 from store.schemas import TRAFFIC
 from store.shards import write_manifest, write_shard
 from tests.helpers.tiny import add_tokenizer, make_target
@@ -19,6 +20,16 @@ from tests.helpers.tiny import add_tokenizer, make_target
 def cfg(tmp_path):
     make_target(tmp_path / "target")
     return load(None, [f"work={tmp_path}"])
+
+
+def test_more_taps_than_layers_is_one_message(cfg):
+    with pytest.raises(ValueError, match=r"num_taps = 9: a target of 6 layers has at most 3"):
+        target_taps(cfg.override("drafter", num_taps=9))
+
+
+def test_a_target_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"target.path .*/gone: no such folder"):
+        make_rules(load(None, [f"work={tmp_path}", f"target.path={tmp_path}/gone"]))
 
 
 def write_traffic(cfg, *identities):

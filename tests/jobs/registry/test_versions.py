@@ -23,6 +23,7 @@ from jobs.evaluation import drafters
 from jobs.fleet import replica
 from jobs.promotion.candidate import read_candidate
 from jobs.registry import versions
+from jobs.registry.alias_lock import who
 from jobs.registry.versions import FIELDS, OLD_SHA256, SHA256, Registry
 from jobs.tracking import mlflow_client
 from jobs.tracking.mlflow_client import MlflowFault
@@ -334,6 +335,14 @@ def test_two_first_commands_of_a_work_folder_at_once(tmp_path):
     ]
     found = [process.communicate(timeout=200) for process in both]
     assert [out for out, _ in found] == [b"None\n", b"None\n"], found
+
+
+def test_a_user_id_without_a_name_is_named_by_its_number(monkeypatch):
+    """As in `docker run --user 12345`."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert who().startswith(f"uid{os.getuid()}@")
 
 
 def test_databases_that_cannot_be_used_are_named(cfg, capsys):
