@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
 from markupsafe import Markup
 
 from jobs.base.config import Config
@@ -23,14 +23,21 @@ from store.files import commit
 def publish(cfg: Config, drafter_sha256: str) -> Path | None:
     """Write <work>/reports/<drafter>.html atomically and attach it to the drafter's MLflow run.
 
-    Returns its path; None for a drafter that was never evaluated, which gets no page.
+    Returns its path; None for a drafter that was never evaluated, which gets no page. Raises
+    ValueError for a result that lacks what the page shows.
     """
     if not evaluated(cfg, drafter_sha256):
         return None
-    facts = Facts(cfg, drafter_sha256)
-    name = facts.evaluation["drafter"]
+    try:
+        facts = Facts(cfg, drafter_sha256)
+        name = facts.evaluation["drafter"]
+        data = render(cfg, facts).encode()
+    except (LookupError, TypeError, AttributeError, UndefinedError) as error:
+        raise ValueError(
+            f"a result below {cfg.path()} (evaluations/, verified/, preflight/ or methods/) is not "
+            f"as this version writes it ({error!r}): move it away and measure again"
+        ) from error
     path = cfg.path("reports", f"{name}.html")
-    data = render(cfg, facts).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     commit(path, lambda stream: stream.write(data))
     attach(cfg, name, path, "reports")

@@ -285,6 +285,13 @@ def test_replay_of_the_served_texts_is_told_apart_from_that_of_the_recorded_ones
     assert "), replay of the served ones 2.22 (+1.0%)." in read(cfg).text
 
 
+@pytest.mark.parametrize("change", ["k", "greedy", "reference", "predicted", "comparison"])
+def test_a_result_of_another_version_is_one_message(cfg, measured, change):
+    save(cfg, "verified", {k: v for k, v in VERIFIED.items() if k != change} | {"comparison": None})
+    with pytest.raises(ValueError, match=r"is not as this version writes it .* measure again"):
+        publish(cfg, OURS)
+
+
 def test_without_verification_no_k_is_recommended(cfg, measured):
     cfg.path("verified", "one.json").unlink()
     page = read(cfg)

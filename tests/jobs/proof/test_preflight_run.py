@@ -220,5 +220,8 @@ def test_a_target_that_this_process_cannot_hold_is_refused_before_a_server_start
         "preflight": lambda: preflight_run.try_on_engine(cfg, folder),
         "verify": lambda: verify.prove(cfg, folder, "1", rows, {4: [[0]] * len(rows)}),
     }
-    with pytest.raises(ValueError, match=rf"{stage} runs the target in this process.*the target takes .*0\.0 GiB are free"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{stage} runs the target in this process.*the target takes .*0\.0 GiB are free",
+    ):
         calls[stage]()
