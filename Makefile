@@ -50,8 +50,8 @@ test: $(INSTALLED)  ## all tests but those of test-long; real servers and cluste
 	$(BIN)/python -m pytest $(TWICE) -m "not long" $(ARGS)
 
 .PHONY: test-long
-test-long: $(INSTALLED)  ## the whole loop on the real target, in float32 and in bfloat16
-	$(BIN)/python -m pytest -m long $(ARGS)
+test-long: $(INSTALLED)  ## the whole loop on the real target in both dtypes, and long tests of parts
+	$(BIN)/python -m pytest $(TWICE) -m long $(ARGS)
 
 .PHONY: test-fast
 test-fast: $(INSTALLED)  ## the tests that take seconds

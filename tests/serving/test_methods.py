@@ -14,7 +14,7 @@ from serving.vllm_counts import rounds
 from tests.serving.conftest import ANSWER, LEARNED
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

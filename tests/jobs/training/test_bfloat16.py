@@ -105,6 +105,7 @@ def test_the_tau_of_validation_is_the_tau_of_what_is_exported(trained):
     assert evaluation["tau"]["pooled"] == summary["best_val_tau"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["ddp", "fsdp"])
 def test_two_workers_give_the_run_of_one(trained, harvested, tmp_path, shard):

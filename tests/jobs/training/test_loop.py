@@ -231,6 +231,7 @@ def test_a_drafter_of_other_features_is_refused(work, tmp_path):
         evaluate.run(configure(work, f"evaluate.drafter={base}"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_and_resumed_equals_uninterrupted(work):

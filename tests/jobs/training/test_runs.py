@@ -165,6 +165,7 @@ def test_two_trainings_of_one_run_at_once(fresh):
         assert other == ""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_features_that_cannot_be_read_are_one_message(fresh, workers):

@@ -116,6 +116,7 @@ def test_sharded_workers_give_the_run_of_one(one, fresh):
     check_same(outcome(configure(fresh, *SETTINGS, "train.workers=2", "train.shard=fsdp")), one)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_sharded_factors_and_their_average_resume_and_give_the_run_of_one(harvested, tmp_path):
@@ -308,6 +309,7 @@ def test_plan_tells_start_resume_and_reuse_and_its_numbers_hold(work, fresh, one
     assert memory / 2 < summary["peak_memory_bytes"] < memory * 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_cluster_of_one_cpu_trains_and_refuses_two_workers(fresh):
     """As in a container with `--cpus=1`: Ray would wait for a second CPU for ever."""
