@@ -72,7 +72,8 @@ def print_table(
     rows: Iterable[Sequence[Any]],
     most: int | None = MOST_ROWS,
 ) -> None:
-    """A table on stderr; floats get four significant digits, None a dash, numbers align right.
+    """A table on stderr; floats get four digits or all before the point, None a dash, numbers
+    align right.
 
     After `most` rows a line says how many more there are.
     """
@@ -101,4 +102,6 @@ def _text(value: str) -> Text:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
