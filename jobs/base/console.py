@@ -104,4 +104,4 @@ def _cell(value: Any) -> str:
         return "-"
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
+    return f"{value:.0f}" if 9999.5 <= abs(value) < 1e12 else f"{value:.4g}"
