@@ -143,8 +143,10 @@ def test_a_second_run_reuses_everything(summary, work, dtype):
 
 
 def written_at(work):
-    """When traffic, features, training states and drafters were written."""
+    """When captured logs, traffic, features, training states and drafters were written."""
     names = ("capture", "traffic", "features", "runs", "drafters")
-    files = [path for name in names for path in (work / name).rglob("*") if path.is_file()]
-    assert len(files) > 10
-    return {path: path.stat().st_mtime_ns for path in files if not path.name.startswith(".")}
+    files = [path for name in names for path in (work / name).rglob("[!.]*.*")]
+    kinds = {path.suffix for path in files}
+    assert {".jsonl", ".parquet", ".pt", ".safetensors"} <= kinds
+    data = [path for path in files if path.suffix != ".json"]  # harvest notes when it looked
+    return {path: path.stat().st_mtime_ns for path in data}
