@@ -76,7 +76,7 @@ FAULTS: dict[str, Change] = {
     "is_causal": field(is_causal=True),
     "rms_norm_eps": field(rms_norm_eps=0.1),
     "rope_theta": field(rope_theta=1e6),
-    "mask_token_id": field(mask_token_id=5),
+    "mask_token_id": field(mask_token_id=1000),  # reserved tokens share one untrained embedding
     "target_layer_ids": next_taps,
     "weights": noisy_weights,
 }
