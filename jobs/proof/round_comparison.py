@@ -121,7 +121,8 @@ class Comparison:
         worst = max(range(self.k), key=lambda i: abs(off[i]))
         if abs(off[worst]) > position:
             found.append(
-                f"draft {worst + 1} is accepted {100 * off[worst]:+.1f} points more often than "
+                f"draft {worst + 1} is accepted {100 * abs(off[worst]):.1f} points "
+                f"{'more' if off[worst] > 0 else 'less'} often than "
                 f"replayed (limit {100 * position:.1f})"
             )
         if self.wrong and self.identical < IDENTICAL * len(self.names):
