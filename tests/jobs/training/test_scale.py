@@ -81,6 +81,7 @@ def test_one_worker_continues_on_two(one, work, fresh):
     check_same(outcome(configure(fresh, *SETTINGS, "train.workers=2")), one, step + 1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_workers_survive_a_sigkill_and_one_worker_continues_them(one, fresh, tmp_path):
