@@ -111,5 +111,6 @@ def commented(cfg: Config) -> str:
     """
     values = flatten(Config, asdict(cfg))
     names = {name for profile in PROFILES.values() for name in profile}
-    taken = flatten(Config, asdict(Config())) | PROFILES[taken_profile(cfg)]
+    taken = flatten(Config, asdict(Config(work=cfg.work)))
+    taken |= PROFILES[taken_profile(cfg)]
     return to_yaml(cfg, [name for name in names if values[name] == taken[name]])

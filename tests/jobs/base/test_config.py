@@ -58,6 +58,13 @@ def test_a_printed_file_follows_the_size_of_another_target(tmp_path):
     )
 
 
+def test_the_folder_of_the_command_may_have_any_name(tmp_path, monkeypatch):
+    """Only the work folder may not: its default lies below the folder of the command."""
+    (tmp_path / "a%2Fb").mkdir()
+    monkeypatch.chdir(tmp_path / "a%2Fb")
+    assert "# steps: 150" in commented(load(None, [f"work={tmp_path}"]))
+
+
 def test_profiles_name_settings_and_say_something_else_than_the_default():
     default = flatten(Config, dataclasses.asdict(Config()))
     for values in PROFILES.values():

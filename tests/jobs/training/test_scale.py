@@ -310,6 +310,14 @@ def test_plan_tells_start_resume_and_reuse_and_its_numbers_hold(work, fresh, one
     assert memory / 2 < summary["peak_memory_bytes"] < memory * 2
 
 
+def test_a_plan_notes_what_its_numbers_mean():
+    amount = {"epochs": 13_620.0, "samples": 47}
+    epochs, memory = plan._notes(amount, {"total": 2, "free now": 1})
+    assert epochs.startswith("13620 epochs of 47 samples")
+    assert "train.micro_batch=1" in memory
+    assert plan._notes({"epochs": 5.0, "samples": 47}, {"total": 1, "free now": 2}) == []
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_cluster_of_one_cpu_trains_and_refuses_two_workers(fresh):
