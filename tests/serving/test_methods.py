@@ -11,6 +11,7 @@ from jobs import ingest, methods
 from jobs.base.config import load
 from jobs.proof import method_runs
 from serving.vllm_counts import rounds
+from tests.helpers.work import record
 from tests.serving.conftest import ANSWER, LEARNED
 
 pytest.importorskip("vllm")
@@ -25,7 +26,9 @@ def cfg(tmp_path_factory, ray_cluster, tiny_target, learned_drafter):
     (work / "capture").mkdir()
     with open(work / "capture" / "log.jsonl", "w") as log:
         for i, prompt in enumerate(LEARNED):
-            log.write(json.dumps(record(i, prompt, decode(target, prompt, ANSWER, [1]).output_ids)))
+            output = decode(target, prompt, ANSWER, [1]).output_ids
+            end = {"finish_reason": "stop" if output[-1] == 1 else "length"}
+            log.write(json.dumps(record(i, prompt, output) | end))
             log.write("\n")
     settings = [
         f"work={work}",
@@ -45,20 +48,6 @@ def cfg(tmp_path_factory, ray_cluster, tiny_target, learned_drafter):
     found = load(None, settings)
     ingest.run(found)
     return found
-
-
-def record(i, prompt, output):
-    return {
-        "v": 1,
-        "captured_at": "2026-01-02T03:04:05Z",
-        "request_id": f"r{i}",
-        "prompt_ids": prompt,
-        "output_ids": output,
-        "finish_reason": "stop" if output[-1] == 1 else "length",
-        "temperature": 0.0,
-        "conversation_id": f"c{i}",
-        "domain": "ab"[i % 2],
-    }
 
 
 @pytest.fixture(scope="module")
