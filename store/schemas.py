@@ -37,10 +37,72 @@ TRAFFIC = pa.schema(
         ("language", pa.string()),  # as the log names it; nothing guesses it
         ("shaped", pa.string()),  # store/shaped_answers.py, comma separated; "" none, null: unknown
         ("split_by_prompt", pa.string()),  # side of the prompt, for when the label says nothing
+        ("log", pa.string()),  # key of the log's state in LOGS
+        ("prompt_tokens", pa.int32()),
+        ("output_tokens", pa.int32()),
+        ("prompt_id", pa.string()),  # of the prompt's token ids (store/ids.py)
     ]
 )
-LATER = ("language", "shaped", "split_by_prompt", "backend", "dtype")
-"""Columns that older shards do not have: read as null."""
+
+LOGS = pa.schema(
+    [
+        ("log", pa.string()),  # of content, rules and version of the parsing
+        ("path", pa.string()),  # one of the paths that it was found at
+        ("target_id", pa.string()),
+        ("bytes", pa.int64()),  # of the content, decompressed
+        ("sha256", pa.string()),  # of the content, decompressed
+        ("rules", pa.string()),  # JSON
+        ("reading", pa.int32()),  # version of the parsing
+        ("counts", pa.string()),  # JSON: records by outcome
+        ("names", pa.string()),  # JSON: what was found under a reason
+        ("examples", pa.string()),  # JSON: reason -> place of its first record
+        ("ingested_at", TIMESTAMP),
+    ]
+)
+
+SELECTION = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("target_id", pa.string()),
+        ("split", pa.string()),  # train | val | test, of the group (store/groups.py)
+        ("domain", pa.string()),
+        ("conversation_id", pa.string()),
+        ("captured_at", TIMESTAMP),
+        ("temperature", pa.float32()),
+        ("shaped", pa.string()),
+        ("prompt_tokens", pa.int32()),
+        ("output_tokens", pa.int32()),
+        ("loss_mask", pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32())]))),
+        ("repeat_count", pa.int32()),  # over all logs
+        ("thinking", pa.bool_()),
+        ("language", pa.string()),
+        ("tenant", pa.string()),
+    ]
+)
+
+FEATURE_INDEX = pa.schema(
+    [
+        ("features_key", pa.string()),  # folder below features/
+        ("sample_id", pa.string()),
+        ("n_tokens", pa.int32()),
+        ("file", pa.string()),
+        ("row_group", pa.int32()),
+        ("file_bytes", pa.int64()),
+        ("e_tag", pa.string()),  # of the file when it was known to be intact
+        ("harvested_at", TIMESTAMP),
+    ]
+)
+
+STAGES = pa.schema(
+    [
+        ("stage", pa.string()),
+        ("started_at", TIMESTAMP),
+        ("finished_at", TIMESTAMP),
+        ("ok", pa.bool_()),
+        ("who", pa.string()),
+        ("summary", pa.string()),  # JSON: what the stage returned
+    ]
+)
 
 FEATURES = pa.schema(
     [
@@ -88,13 +150,15 @@ ACCEPTANCE = pa.schema(
         ("k", pa.int32()),
         ("block_size", pa.int32()),
         ("temperature", pa.float32()),
-        ("accepted", pa.list_(pa.uint8())),  # per round, already cut at the end of text
-        ("drafted", pa.list_(pa.uint8())),
+        ("accepted", pa.list_(pa.int16())),  # per round, already cut at the end of text
+        ("drafted", pa.list_(pa.int16())),
         ("prompt_tokens", pa.int32()),
         ("output_tokens", pa.int32()),
         ("started_at", TIMESTAMP),
         ("finished_at", TIMESTAMP),
         ("replica", pa.string()),
+        ("repeat_count", pa.int32()),  # how often traffic has this sample
+        ("batch", pa.string()),  # of what was measured together, and is replaced together
     ]
 )
 
@@ -116,6 +180,7 @@ PROMOTIONS = pa.schema(
 
 REJECTS = pa.schema(
     [
+        ("log", pa.string()),  # key of the log's state in LOGS
         ("file", pa.string()),
         ("offset", pa.int64()),  # byte offset of the first byte of `raw` in the file
         ("reason", pa.string()),
@@ -125,6 +190,19 @@ REJECTS = pa.schema(
         ),  # the bytes, cut at store.log_formats.MAX_REJECT_BYTES, or empty
     ]
 )
+
+TABLES = {
+    "traffic": TRAFFIC,
+    "rejects": REJECTS,
+    "logs": LOGS,
+    "selection": SELECTION,
+    "feature_index": FEATURE_INDEX,
+    "set_aside": SET_ASIDE,
+    "acceptance": ACCEPTANCE,
+    "promotions": PROMOTIONS,
+    "stages": STAGES,
+}
+"""Every narrow table of a work folder, by name; store/tables.py reads and writes them."""
 
 
 def features_columns(top_k: int) -> pa.Schema:

@@ -26,13 +26,29 @@ from jobs.base.settings import (
     setting,
     to_yaml,
 )
+from store.place import Place, place_of
+from store.schemas import TABLES
+from store.tables import Table
+
+SCHEMES = ("s3", "gs", "az")
+"""Object stores that `work` may be a URL of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """Everything a run depends on. Stages read it, nothing writes to it."""
 
-    work: str = setting("runs/demo", "folder that holds every product of a run", path=True)
+    work: str = setting(
+        "runs/demo",
+        "folder of every product of a run: on a local disk, or a URL (s3://, gs://, az://)",
+        path=True,
+    )
+    scratch: str = setting(
+        "",
+        "local folder of logs, databases and states being written; empty: work, or for a URL "
+        "runs/ and the last part of work",
+        path=True,
+    )
     profile: Literal["auto", "small", "8b", "70b"] = setting(
         "auto", "defaults for a target of this size; auto: by the bytes of its weights"
     )
@@ -55,10 +71,17 @@ class Config:
     sql: Sql = field(default_factory=Sql)
 
     def __post_init__(self) -> None:
-        if found := [c for c in str(self.path()) if c in "%?"]:
+        if "://" in self.scratch:
+            raise ValueError(f"scratch = {self.scratch!r}: it must be a folder on a local disk")
+        if self.work.partition("://")[1] and self.work.partition("://")[0] not in SCHEMES:
             raise ValueError(
-                f"work = {str(self.path())!r}: MLflow reads its database and artifacts below this "
-                f"path as URIs, where {found[0]} has a meaning: choose a folder without it"
+                f"work = {self.work!r}: expected a local folder, or a URL that begins with "
+                + ", ".join(f"{scheme}://" for scheme in SCHEMES)
+            )
+        if found := [c for c in f"{self.work}{self.path()}" if c in "%?#"]:
+            raise ValueError(
+                f"work = {self.work!r}: MLflow and object stores read this path as a part of URIs, "
+                f"where {found[0]} has a meaning: choose a folder without it"
             )
 
     def override(self, section: str, **values: Any) -> "Config":
@@ -66,8 +89,23 @@ class Config:
         return replace(self, **{section: replace(getattr(self, section), **values)})
 
     def path(self, *parts: str) -> Path:
-        """The absolute path of something below the work folder."""
-        return Path(self.work).expanduser().absolute().joinpath(*parts)
+        """The absolute path of something in the scratch folder: logs, databases, states."""
+        folder = self.scratch
+        if not folder:
+            folder = f"runs/{self.work.rstrip('/').rpartition('/')[2]}" if self._remote else self.work
+        return Path(folder).expanduser().absolute().joinpath(*parts)
+
+    def place(self, *parts: str) -> Place:
+        """A product of the run: something below `work`."""
+        return Place(place_of(self.work).root, "/".join(parts))
+
+    def table(self, name: str) -> Table:
+        """A narrow table of the run, one of store.schemas.TABLES."""
+        return Table(self.place(name), TABLES[name])
+
+    @property
+    def _remote(self) -> bool:
+        return "://" in self.work
 
     @property
     def target_path(self) -> Path:

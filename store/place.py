@@ -1,0 +1,292 @@
+"""A folder on a local disk or in a bucket: one code path for both (obstore).
+
+A write is atomic: a reader sees all of an object or none of it. `create` succeeds for exactly one of
+several writers, on whatever hosts they run. Credentials and endpoints of a bucket are taken from
+the usual environment variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ...), as deltalake does, too.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pyarrow as pa
+import pyarrow.fs as pafs
+from deltalake.fs import DeltaStorageHandler
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import LocalStore, ObjectStore, from_url
+
+RETRIES: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=60)}
+# An endpoint of http:// is used only where AWS_ENDPOINT_URL, or its kin, names one.
+CLIENT: Any = {"connect_timeout": "5 seconds", "timeout": "120 seconds", "allow_http": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An object below a place: its name relative to that, bytes, time and version of its content.
+
+    e_tag changes whenever the object is written again.
+    """
+
+    name: str
+    size: int
+    modified: datetime
+    e_tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder. `root` is a local path or the URL of a bucket or of a prefix in it; `key` is the
+    place below it, "" for the root itself.
+    """
+
+    root: str
+    key: str = ""
+
+    def __truediv__(self, name: str) -> "Place":
+        return Place(self.root, f"{self.key}/{name}" if self.key else name)
+
+    def __str__(self) -> str:
+        return f"{self.root}/{self.key}" if self.key else self.root
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is on a local disk."""
+        return "://" not in self.root
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return str(self).rpartition("/")[2]
+
+    @property
+    def path(self) -> Path:
+        """Its path on a local disk."""
+        assert self.is_local, f"{self} is not on a local disk"
+        return Path(str(self))
+
+    def read(self, name: str) -> bytes | None:
+        """The content of an object; None if there is none."""
+        if self._absent():
+            return None
+        with told(self, name), suppress(FileNotFoundError):
+            return bytes(obstore.get(_store(self.root), self._key(name)).bytes())
+        return None
+
+    def write(self, name: str, data: Any) -> None:
+        """Write an object in one step, in place of one of that name. `data`: bytes, or the Path of
+        a local file.
+        """
+        with told(self, name):
+            obstore.put(_store(self.root), self._key(name), data)
+        self._sync(name)
+
+    def create(self, name: str, data: Any) -> bool:
+        """As `write`, but only if there is no such object; returns whether it was written."""
+        try:
+            with told(self, name):
+                obstore.put(_store(self.root), self._key(name), data, mode="create")
+        except FileExistsError:
+            return False
+        self._sync(name)
+        return True
+
+    def objects(self, prefix: str = "") -> Iterator[Found]:
+        """Every object below this place (below its folder `prefix`), by name, at any depth."""
+        if self._absent(prefix):
+            return
+        with told(self, prefix):
+            where = self._key(prefix) if prefix else self.key
+            batches = list(obstore.list(_store(self.root), where or None))
+        start = len(self.key) + 1 if self.key else 0
+        found = [item for batch in batches for item in batch]
+        for item in sorted(found, key=lambda item: item["path"]):
+            name = item["path"][start:]
+            yield Found(name, item["size"], item["last_modified"], item["e_tag"] or "")
+
+    def folders(self) -> list[str]:
+        """Names of the folders directly below this place."""
+        return sorted({found.name.partition("/")[0] for found in self.objects() if "/" in found.name})
+
+    def has(self, name: str) -> bool:
+        """Whether there is an object of this name."""
+        if self._absent():
+            return False
+        with told(self, name), suppress(FileNotFoundError):
+            obstore.head(_store(self.root), self._key(name))
+            return True
+        return False
+
+    def delete(self, names: Collection[str]) -> None:
+        """Delete objects; those that are gone already are no error."""
+        for name in names:
+            with told(self, name), suppress(FileNotFoundError):
+                obstore.delete(_store(self.root), self._key(name))
+
+    def delete_all(self) -> None:
+        """Delete every object below this place, and on a local disk the empty folders too."""
+        self.delete([found.name for found in self.objects()])
+        if self.is_local:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def open(self, name: str) -> pa.NativeFile:
+        """An object as a random-access file: only the ranges that are read are transferred."""
+        with told(self, name):
+            if self.is_local:
+                return pa.memory_map(str(self.path / name))
+            return _files(self.root).open_input_file(self._key(name))
+
+    def publish(self, folder: Path, last: str) -> None:
+        """Put the files of a local folder here, the file `last` at the end: a reader that finds it
+        finds all of them. Files that are here already are replaced.
+        """
+        files = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.name == last)
+        for file in files:
+            self.write(file.relative_to(folder).as_posix(), file)
+
+    def fetch(self, cache: Path) -> Path:
+        """This folder on the local disk: itself if it is local, else a copy below `cache`, made
+        anew if anything has changed. Raises FileNotFoundError for an empty folder.
+        """
+        if self.is_local:
+            return self.path
+        there = [(f.name, f.size, f.e_tag) for f in self.objects()]
+        if not there:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+        copy = cache / self.name
+        stamp = json.dumps([str(self), there])
+        known = copy.with_name(f".{self.name}.json")
+        if known.is_file() and known.read_text() == stamp and copy.is_dir():
+            return copy
+        known.unlink(missing_ok=True)
+        partial = copy.with_name(f".{self.name}.{os.getpid()}")
+        shutil.rmtree(partial, ignore_errors=True)
+        for name, _, _ in there:
+            self.save(name, partial / name)
+        shutil.rmtree(copy, ignore_errors=True)
+        os.replace(partial, copy)
+        known.write_text(stamp)
+        return copy
+
+    def save(self, name: str, file: Path) -> None:
+        """Copy an object to a local file. Raises FileNotFoundError if there is none."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with told(self, name), open(file, "wb") as stream:
+            for block in obstore.get(_store(self.root), self._key(name)).stream(8 << 20):
+                stream.write(block)
+
+    def _key(self, name: str) -> str:
+        return f"{self.key}/{name}" if self.key else name
+
+    def _absent(self, name: str = "") -> bool:
+        """Whether there is no such local folder: reading must not make one."""
+        return self.is_local and not (self.path / name).is_dir()
+
+    def _sync(self, name: str) -> None:
+        """Make a written local file and its folder durable; a bucket is when it answers."""
+        if self.is_local:
+            file = self.path / name
+            for path in (file, file.parent):
+                fd = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+
+
+def place_of(url: str) -> Place:
+    """The place of a local path or URL that a user gave."""
+    return Place(url.rstrip("/") if "://" in url else str(Path(url).expanduser().absolute()))
+
+
+@lru_cache(maxsize=32)
+def _store(root: str) -> ObjectStore:
+    if "://" not in root:
+        return LocalStore(root, mkdir=True)
+    with told(Place(root), ""):
+        return from_url(root, retry_config=RETRIES, client_options=CLIENT)
+
+
+@lru_cache(maxsize=32)
+def _files(root: str) -> pafs.FileSystem:
+    return pafs.PyFileSystem(DeltaStorageHandler(root))
+
+
+@contextmanager
+def told(place: Place, name: str) -> Iterator[None]:
+    """Errors of an object store as OSErrors that name the object and say what to do."""
+    where = f"{place}/{name}" if name else str(place)
+    try:
+        yield
+    except AlreadyExistsError as error:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), where) from error
+    except (PermissionDeniedError, UnauthenticatedError) as error:
+        raise denied(where) from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
+    except BaseError as error:
+        raise OSError(errno.EIO, f"the store does not answer as it should ({first_line(error)}); "
+                      "run the same command again when it does", where) from error
+
+
+def denied(where: str) -> PermissionError:
+    """The error for an object that the store does not let us read or write."""
+    return PermissionError(
+        errno.EACCES,
+        "the store refuses access: check the permissions of this place, and for a bucket the keys "
+        "in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or their kin of other clouds)",
+        where,
+    )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text; the rest is for developers of its library."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def read_json(
+    place: Place,
+    name: str,
+    keys: Collection[str] = (),
+    fix: str = "remove it and run its stage",
+) -> dict[str, Any] | None:
+    """The JSON object that a stage wrote, with at least `keys`; None if there is none.
+
+    Raises ValueError with its place and the `fix` if it is anything else.
+    """
+    data = place.read(name)
+    return None if data is None else parse_json(data, f"{place}/{name}", keys, fix)
+
+
+def parse_json(data: bytes, where: str, keys: Collection[str], fix: str) -> dict[str, Any]:
+    """As `read_json`, from the bytes of `where`."""
+    try:
+        value = json.loads(data)
+        if not isinstance(value, dict):
+            raise ValueError(f"expected an object, found {type(value).__name__}")
+        missing = sorted(set(keys) - set(value))
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+    except ValueError as error:
+        raise ValueError(f"{where} is damaged ({error}): {fix}") from error
+    return value
+
+
+def write_json(place: Place, name: str, value: dict[str, Any]) -> dict[str, Any]:
+    """Write a JSON object in one step; returns the value as a reader gets it."""
+    data = json.dumps(value, indent=1).encode() + b"\n"
+    place.write(name, data)
+    return json.loads(data)

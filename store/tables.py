@@ -1,0 +1,360 @@
+"""Narrow tables in Delta Lake format: Parquet shards, and a log of numbered commits.
+
+    <table>/<sha256 of its bytes>.parquet    a shard, named after its content
+    <table>/_delta_log/<version>.json        what commit `version` added and removed
+
+A shard is written first and published by a commit, which is one conditional put. Readers follow the
+log, so they see whole commits only. A commit names the version that it was computed from: if
+another writer was first, it is computed again from the newer version (`Table.change`). So changes
+are as if made one after the other, whoever makes them. Old versions stay readable until
+`flywheel gc` (jobs/gc.py).
+
+Any reader of Delta Lake can read these tables (docs/how-to/read-the-tables.md).
+"""
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, cast
+
+import obstore
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+from deltalake import CommitProperties, DeltaTable
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction
+
+from store.place import Place, denied, first_line
+from store.schemas import TIMESTAMP
+
+ROW_GROUP_BYTES = 64 << 20
+TRIES = 60
+"""Most attempts of one change. Each is lost only to a change of another writer."""
+MAX_STATISTIC = 64
+"""Most characters of a text in a shard's statistics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A Parquet file of a table. `low` and `high`: least and greatest value by column."""
+
+    name: str
+    bytes: int
+    rows: int
+    low: dict[str, Any]
+    high: dict[str, Any]
+
+    def has_only(self, column: str, values: Collection[Any]) -> bool:
+        """Whether each row has the same value in this column, one of `values`."""
+        low, high = self.low.get(column), self.high.get(column)
+        return low is not None and low == high and low in values
+
+    def may_have(self, column: str, values: Collection[Any]) -> bool:
+        """Whether a row may have one of `values` in this column."""
+        low, high = self.low.get(column), self.high.get(column)
+        return low is None or high is None or any(low <= value <= high for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table at a place. `schema`: its columns; older shards may lack the later ones (null)."""
+
+    place: Place
+    schema: pa.Schema
+
+    def version(self) -> int | None:
+        """The number of its latest commit; None if nothing was ever written."""
+        found = self._open()
+        return None if found is None else found.version()
+
+    def shards(self, version: int | None = None) -> dict[str, Shard]:
+        """The shards of a version (default: the latest) by name."""
+        found = self._open(version)
+        return {} if found is None else _shards(found)
+
+    def note(self, version: int) -> dict[str, Any]:
+        """What was noted with the commit of this version; {} for other commits."""
+        # Not DeltaTable.history: that of an older version begins with the latest commit (1.6.6).
+        log = self.place.read(f"_delta_log/{version:020}.json") or b""
+        infos = [json.loads(line).get("commitInfo", {}) for line in log.splitlines()]
+        return json.loads(next((info[NOTE] for info in infos if NOTE in info), "{}"))
+
+    def write(self, rows: pa.Table) -> Shard:
+        """Write rows as a shard that no version has yet; `change` publishes it."""
+        return write_shard(self.place, rows.select(self.schema.names).cast(self.schema))
+
+    def append(self, rows: pa.Table, note: dict[str, Any] | None = None) -> int:
+        """Add rows; returns the version that has them."""
+        shard = self.write(rows)
+        return self.change(lambda live: ([shard], []), note)
+
+    def replace(
+        self,
+        column: str,
+        values: Collection[Any],
+        shards: Sequence[Shard],
+        note: dict[str, Any] | None = None,
+    ) -> int:
+        """Put `shards` in place of all rows whose `column` has one of `values`, in one commit.
+
+        Returns the version. If exactly these shards have these rows already, nothing is written.
+        """
+
+        def change(live: dict[str, Shard]) -> tuple[list[Shard], list[str]]:
+            new = {shard.name: shard for shard in shards}
+            old = [s for s in live.values() if s.may_have(column, values) and s.name not in new]
+            whole = [s for s in old if s.has_only(column, values)]
+            rest, touched = self._without(column, values, [s for s in old if s not in whole])
+            gone = [s.name for s in whole] + touched
+            return [s for s in [*new.values(), *rest] if s.name not in live], gone
+
+        return self.change(change, note)
+
+    def change(
+        self,
+        change: Callable[[dict[str, Shard]], tuple[Sequence[Shard], Sequence[str]]],
+        note: dict[str, Any] | None = None,
+        expect: int | None = None,
+    ) -> int:
+        """Commit what `change` makes of the live shards: (shards to add, names to remove).
+
+        If another writer commits first, `change` is called again with what is live then. If it
+        changes nothing, nothing is written. Returns the version that is as wanted.
+
+        expect: the only version that may be changed; Conflict is raised if there is a later one.
+        """
+        for attempt in range(TRIES):
+            table = self._opened()
+            before = table.version()
+            if expect is not None and before != expect:
+                raise Conflict(f"{self.place} has version {before}, not {expect}")
+            live = _shards(table)
+            add, remove = change(live)
+            if not add and not remove:
+                return before
+            actions = [_added(shard) for shard in add]
+            actions += [_removed(live[name]) for name in remove]
+            if self._commit(table, actions, note or {}):
+                return before + 1
+            if expect is not None:
+                raise Conflict(f"{self.place}: another writer committed version {expect + 1}")
+            time.sleep(random.uniform(0, min(2.0, 0.02 * 2**attempt)))
+        raise OSError(f"{self.place}: {TRIES} commits were lost to other writers; run again")
+
+    def dataset(self, version: int | None = None) -> ds.Dataset:
+        """The rows of a version (default: the latest) to scan by column and filter, not loaded."""
+        found = self._open(version)
+        if found is None:
+            return ds.dataset(self.schema.empty_table())
+        with told(self.place):
+            return cast(ds.Dataset, found.to_pyarrow_dataset(schema=self.schema))
+
+    def batches(
+        self,
+        columns: Sequence[str] | None = None,
+        where: pc.Expression | None = None,
+        version: int | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows of a version in batches, in the order of the shards' names; the memory that this
+        needs does not grow with the table.
+        """
+        dataset = self.dataset(version)
+        names = list(self.schema.names if columns is None else columns)
+        with told(self.place):
+            yield from dataset.scanner(
+                columns=names, filter=where, batch_readahead=2, fragment_readahead=1
+            ).to_batches()
+
+    def read(
+        self,
+        columns: Sequence[str] | None = None,
+        where: pc.Expression | None = None,
+        version: int | None = None,
+    ) -> pa.Table:
+        """Rows of a version as one Arrow table; for what is bounded."""
+        names = list(self.schema.names if columns is None else columns)
+        schema = pa.schema([self.schema.field(name) for name in names])
+        return pa.Table.from_batches(self.batches(names, where, version), schema)
+
+    def lost(self) -> list[Shard]:
+        """Live shards whose object is gone or has another size. Costs a listing."""
+        found = {item.name: item.size for item in self.place.objects() if "/" not in item.name}
+        return [s for s in self.shards().values() if found.get(s.name) != s.bytes]
+
+    def _without(
+        self, column: str, values: Collection[Any], shards: list[Shard]
+    ) -> tuple[list[Shard], list[str]]:
+        """(shards with the other rows, names of the shards that had these rows)."""
+        rest, touched = [], []
+        for shard in shards:
+            with told(self.place, shard.name):
+                rows = pq.read_table(self.place.open(shard.name))
+            kept = rows.filter(~pc.field(column).isin(pa.array(values, rows.schema.field(column).type)))
+            if len(kept) < len(rows):
+                touched.append(shard.name)
+                rest += [write_shard(self.place, kept)] if len(kept) else []
+        return rest, touched
+
+    def _commit(self, table: DeltaTable, actions: list[Any], note: dict[str, Any]) -> bool:
+        """Commit as the next version; False if another writer has committed that."""
+        try:
+            with told(self.place):
+                table.create_write_transaction(
+                    actions,
+                    "append",
+                    self.schema,
+                    commit_properties=CommitProperties(
+                        custom_metadata={NOTE: json.dumps(note)}, max_commit_retries=0
+                    ),
+                )
+        except CommitFailedError:
+            return False
+        return True
+
+    def _open(self, version: int | None = None) -> DeltaTable | None:
+        try:
+            with told(self.place):
+                return DeltaTable(str(self.place), version=version)
+        except TableNotFoundError:
+            return None
+
+    def _opened(self) -> DeltaTable:
+        """The table, created if it is new, with all columns of the schema."""
+        table = self._open()
+        if table is None:
+            if self.place.is_local:
+                self.place.path.mkdir(parents=True, exist_ok=True)
+            with told(self.place):
+                table = DeltaTable.create(
+                    str(self.place), self.schema, mode="ignore", configuration=KEEP
+                )
+            table = self._open()
+            assert table is not None
+        known = {field.name for field in table.schema().fields}
+        if new := [f for f in _delta_fields(self.schema) if f.name not in known]:
+            with told(self.place):
+                table.alter.add_columns(new)
+        return table
+
+
+KEEP = {
+    "delta.logRetentionDuration": "interval 3650 days",
+    "delta.deletedFileRetentionDuration": "interval 7 days",
+}
+"""Old versions end with `flywheel gc`, not by themselves."""
+NOTE = "flywheel"
+
+
+class Conflict(OSError):
+    """Another writer has committed since the version that a change was computed from."""
+
+
+def write_shard(place: Place, rows: pa.Table, metadata: dict[str, str] | None = None) -> Shard:
+    """Write rows as one Parquet object named after its bytes. If it is there already, it is kept.
+
+    zstd-1; dictionaries for strings only (tensor bytes do not repeat); row groups of about 64 MiB.
+    """
+    if metadata:
+        rows = rows.replace_schema_metadata(metadata)
+    strings = [f.name for f in rows.schema if pa.types.is_string(f.type)]
+    per_row = max(1, rows.nbytes // max(1, rows.num_rows))
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        rows,
+        sink,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=strings,  # pyright: ignore[reportArgumentType]
+        row_group_size=max(1, ROW_GROUP_BYTES // per_row),
+    )
+    data = sink.getvalue()
+    name = f"{hashlib.sha256(data).hexdigest()[:32]}.parquet"
+    place.create(name, obstore.Bytes(memoryview(data).cast("B")))
+    low, high = _extremes(rows)
+    return Shard(name, data.size, rows.num_rows, low, high)
+
+
+def _extremes(rows: pa.Table) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Least and greatest value of each column that Delta Lake has statistics of."""
+    low: dict[str, Any] = {}
+    high: dict[str, Any] = {}
+    for field in rows.schema:
+        kind = field.type
+        if not (pa.types.is_string(kind) or pa.types.is_integer(kind) or kind == TIMESTAMP):
+            continue
+        ends = pc.min_max(rows[field.name]).as_py()  # pyright: ignore[reportAttributeAccessIssue]
+        values = [ends["min"], ends["max"]]
+        if None in values or any(isinstance(v, str) and len(v) > MAX_STATISTIC for v in values):
+            continue
+        low[field.name], high[field.name] = values
+    return low, high
+
+
+def _shards(table: DeltaTable) -> dict[str, Shard]:
+    actions: Any = pa.table(table.get_add_actions(flatten=True))
+    found = {}
+    for row in actions.to_pylist():
+        ends = [
+            {k.removeprefix(p): v for k, v in row.items() if k.startswith(p) and v is not None}
+            for p in ("min.", "max.")
+        ]
+        found[row["path"]] = Shard(row["path"], row["size_bytes"], row["num_records"], *ends)
+    return found
+
+
+def _added(shard: Shard) -> AddAction:
+    ends = [{k: _plain(v) for k, v in side.items()} for side in (shard.low, shard.high)]
+    stats = {"numRecords": shard.rows, "minValues": ends[0], "maxValues": ends[1]}
+    now = int(time.time() * 1000)
+    return AddAction(shard.name, shard.bytes, {}, now, True, json.dumps(stats))
+
+
+def _removed(shard: Shard) -> RemoveAction:
+    return RemoveAction(
+        path=shard.name,
+        data_change=True,
+        deletion_timestamp=int(time.time() * 1000),
+        partition_values={},
+        size=shard.bytes,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A statistic as Delta Lake's JSON has it."""
+    if isinstance(value, datetime):
+        return value.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return value
+
+
+def _delta_fields(schema: pa.Schema) -> list[Any]:
+    from deltalake import Schema
+
+    return Schema.from_arrow(schema).fields
+
+
+@contextmanager
+def told(place: Place, name: str = "") -> Iterator[None]:
+    """Errors of Delta Lake and Arrow as OSErrors that name the table and say what to do."""
+    where = f"{place}/{name}" if name else str(place)
+    try:
+        yield
+    except (CommitFailedError, TableNotFoundError):
+        raise
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{where}: a file of this version is gone ({first_line(error)}): an old version that "
+            "`flywheel gc` has collected, or a file deleted by hand (`flywheel ingest` or "
+            "`flywheel harvest` make theirs anew)"
+        ) from error
+    except (DeltaError, OSError, pa.ArrowInvalid) as error:
+        text = first_line(error)
+        if any(word in str(error) for word in ("AccessDenied", "403", "PermissionDenied")):
+            raise denied(where) from error
+        raise OSError(f"{where}: cannot be read or written ({text}); run again") from error
