@@ -95,9 +95,11 @@ def take(place: Place, wait: float = SECONDS, seconds: float = SECONDS) -> Lease
         number, other = _latest(place)
         if time.time() > other.get("until", 0.0) or _is_dead(other):
             until = time.time() + seconds
-            created = place.create(_name(number + 1), _held(nonce, until))
-            # A taker that was suspended may create a number that was long given up and deleted.
-            if created and _latest(place)[0] == number + 1:
+            place.create(_name(number + 1), _held(nonce, until))
+            # Not the result of `create`: if the store answered too late, the object was sent twice.
+            # And a taker that was suspended may create a number that was long given up.
+            latest, held = _latest(place)
+            if (latest, held.get("nonce")) == (number + 1, nonce):
                 place.delete([_name(n) for n in range(max(1, number - KEPT), number - KEPT + 2)])
                 return Lease(place, number + 1, seconds, until, nonce)
         if time.monotonic() > deadline:
