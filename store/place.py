@@ -123,12 +123,16 @@ class Place:
 
     def has(self, name: str) -> bool:
         """Whether there is an object of this name."""
+        return self.find(name) is not None
+
+    def find(self, name: str) -> Found | None:
+        """The object of this name; None if there is none."""
         if self._absent():
-            return False
+            return None
         with told(self, name), suppress(FileNotFoundError):
-            obstore.head(_store(self.root), self._key(name))
-            return True
-        return False
+            item = obstore.head(_store(self.root), self._key(name))
+            return Found(name, item["size"], item["last_modified"], item["e_tag"] or "")
+        return None
 
     def delete(self, names: Collection[str]) -> None:
         """Delete objects; those that are gone already are no error."""
