@@ -146,8 +146,7 @@ def target(subject: Subject) -> Iterator[Check]:
     cfg, identity = subject.cfg, target_id(subject.cfg.target_path)
     load_borrowed(cfg.target_path, torch.bfloat16)
     former = legacy_target_id(cfg.target_path)
-    traffic = read_traffic(cfg.path("traffic"))
-    known = Counter(traffic["target_id"].to_pylist())
+    known = targets_of_traffic(cfg)
     if not known[identity]:
         seen = ", ".join(known) or "nothing"
         fix = "serve the target that was harvested, or ingest, harvest and train for this one"
@@ -171,13 +170,14 @@ def target(subject: Subject) -> Iterator[Check]:
             "fail",
             fix,
         )
-    yield Check("target", f"{identity}, {known[identity]} samples of traffic")
+    yield Check("target", f"{identity}, {known[identity]} rows of traffic")
 
 
 def taps(subject: Subject) -> Iterator[Check]:
     """The work folder must have features of the layers that the drafter reads."""
     cfg, ours = subject.cfg, subject.shape.target_layer_ids
-    if not shard_paths(features_folder(cfg, target_id(cfg.target_path), ours)):
+    mine = pc.field("features_key") == features_place(cfg, ours).name
+    if not any(len(b) for b in cfg.table("feature_index").batches(["sample_id"], mine)):
         fix = f"`flywheel harvest drafter.taps={','.join(map(str, ours))}`, or another drafter"
         found = f"target_layer_ids {list(ours)}: no features of these layers are harvested"
         yield Check("taps", found, "fail", fix)
@@ -198,12 +198,11 @@ def mask_token(subject: Subject) -> Iterator[Check]:
     taken |= dict.fromkeys(end_tokens(cfg), "eos")
     if mask in taken:
         yield Check("mask token", f"id {mask} is the target's {taken[mask]} token", "fail", fix)
-    rows = read_traffic(cfg.path("traffic"), target_id(cfg.target_path))
-    columns = ("prompt_ids", "output_ids")
-    with_mask = sum(
-        mask in prompt or mask in output
-        for prompt, output in zip(*(rows[c].to_pylist() for c in columns), strict=True)
-    )
+    rows, with_mask = selected(cfg), 0
+    for batch in with_tokens(cfg, rows):
+        lists = [batch["prompt_ids"], batch["output_ids"]]
+        found = [pc.list_parent_indices(ids).filter(pc.equal(ids.flatten(), mask)) for ids in lists]  # pyright: ignore[reportAttributeAccessIssue]
+        with_mask += len(pa.chunked_array(found).unique())
     if with_mask:
         yield Check(
             "mask token", f"id {mask} occurs in {with_mask} of {rows.num_rows} samples", "fail", fix
