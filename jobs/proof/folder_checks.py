@@ -6,12 +6,13 @@ a folder (a clause) is a check of `flywheel preflight`.
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig
@@ -25,11 +26,9 @@ from jobs.base.config import Config
 from jobs.base.devices import dtype_name
 from jobs.base.drafter_shape import taken_tokens
 from jobs.base.target_facts import end_tokens, target_tokenizer
-from jobs.dataset.samples import features_folder
+from jobs.dataset.samples import features_place, selected, targets_of_traffic, with_tokens
 from serving.start_checks import check_drafter
 from store.files import read_json
-from store.shards import shard_paths
-from store.traffic_table import read_traffic
 
 ARCHITECTURE = "DFlashDraftModel"
 OURS_ALONE = ("block_size", "num_target_layers")  # no engine reads them

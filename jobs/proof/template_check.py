@@ -8,9 +8,9 @@ asked, because only it knows --chat-template and its default template arguments.
 from collections import Counter
 from dataclasses import dataclass
 
-from dflash.identity import target_id
 from jobs.base.checks import Check
 from jobs.base.config import Config
+from jobs.dataset.samples import selected, with_tokens
 from serving.client import Request, complete
 
 MESSAGES = [{"role": "user", "content": "x"}]
