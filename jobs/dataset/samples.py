@@ -1,5 +1,6 @@
 """Selected samples, with their token ids and features: what harvest, training and replay read."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from dflash.identity import legacy_target_id, target_id
 from jobs.base.config import Config
 from jobs.base.target_facts import target_config, target_taps
-from store.feature_cache import FeatureCache
+from store.feature_cache import FeatureCache, read_top
 from store.feature_index import check_all_harvested, index_of
 from store.features import cache_key, ids_digest
 from store.place import Place
@@ -191,6 +192,15 @@ def harvested(cfg: Config, names: Collection[str], taps: Sequence[int] = ()) -> 
     return index_of(cfg.table("feature_index"), place.name, pa.array(names, pa.string()))
 
 
+def stored_top(cfg: Config, index: pa.Table) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(sample id, token ids int32 [n_output, top_k], log-probabilities float16 of that shape) of the
+    target's likeliest tokens, for samples of an index. Reads no features.
+    """
+    identity, taps = target_id(cfg.target_path), list(target_taps(cfg))
+    hidden, top_k = target_config(cfg)["hidden_size"], captured_top_k(cfg)
+    yield from read_top(features_place(cfg), index, identity, taps, hidden, top_k)
+
+
 def set_aside(cfg: Config, taps: Sequence[int] = ()) -> set[str]:
     """Ids of the samples that harvest set aside under these taps: training does not use them."""
     return set(read_set_aside(cfg.table("set_aside"), features_place(cfg, taps).name))
@@ -221,9 +231,10 @@ def none_of_target(cfg: Config, what: str, fix: str) -> ValueError:
     return ValueError(f"{cfg.place()} has no {what} of target {identity}: {fix}")
 
 
-def targets_of_traffic(cfg: Config) -> set[str]:
-    """The targets that traffic/ has samples of."""
-    found: set[str] = set()
+def targets_of_traffic(cfg: Config) -> Counter[str]:
+    """The targets that traffic/ has rows of, and how many."""
+    found: Counter[str] = Counter()
     for batch in cfg.table("traffic").batches(["target_id"]):
-        found.update(pc.unique(batch["target_id"]).to_pylist())  # pyright: ignore[reportAttributeAccessIssue]
+        for entry in batch["target_id"].value_counts().to_pylist():
+            found[entry["values"]] += entry["counts"]
     return found
