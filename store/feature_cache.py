@@ -1,4 +1,4 @@
-"""Reading the feature cache by sample: features, several row groups at a time, and log-probabilities."""
+"""Reading the feature cache by sample: features, or log-probabilities without features."""
 
 from bisect import bisect_left
 from collections import OrderedDict
@@ -9,12 +9,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from store.feature_index import check_all_harvested
 from store.feature_shards import (
     COLUMNS,
     TOP_COLUMNS,
-    Footer,
     features_of,
     marking,
     open_shard,
@@ -90,8 +90,8 @@ class FeatureCache:
         return self.kept[where][sample_id]
 
     def prefetch(self, sample_ids: Iterable[str]) -> None:
-        """Begin to read these samples, in this order; ask for each of them afterwards. What was read
-        and not yet asked for comes on top of the budget.
+        """Begin to read these samples, in this order; ask for each of them afterwards. What was
+        read and not yet asked for comes on top of the budget.
         """
         for where in dict.fromkeys(map(self._where, sample_ids)):
             if where and where not in self.kept and where not in self.coming:
@@ -114,7 +114,7 @@ class FeatureCache:
                 found[sample] = self._cut(features)
         return found
 
-    def _footer(self, name: str) -> Footer:
+    def _footer(self, name: str) -> pq.FileMetaData:
         return open_shard(self.place, name, self.schema)
 
     def _keep(self, where: Where, group: "dict[str, torch.Tensor]") -> None:
@@ -138,8 +138,8 @@ def read_top(
     top_k: int,
 ) -> "Iterator[tuple[str, torch.Tensor, torch.Tensor]]":
     """Yield (sample_id, token ids int32 [n_output, top_k], log-probabilities float16 of the same
-    shape) of the samples of an index (store.feature_index.index_of), shard by shard, without reading
-    features. Raises as `FeatureCache`.
+    shape) of the samples of an index (store.feature_index.index_of), shard by shard, without
+    reading features. Raises as `FeatureCache`.
     """
     import torch
 

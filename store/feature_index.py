@@ -1,4 +1,4 @@
-"""Which samples have features, and where: the table feature_index, one row per sample and cache key."""
+"""Which samples have features, and where: the table feature_index, a row per sample and cache."""
 
 from collections.abc import Collection
 
@@ -11,7 +11,7 @@ from store.tables import Table
 def index_of(
     table: Table,
     key: str,
-    names: "Collection[str] | pa.Array | pa.ChunkedArray | None" = None,
+    names: "Collection[str] | pa.Array | None" = None,
     version: int | None = None,
 ) -> pa.Table:
     """(sample_id, n_tokens, file, row_group) of the samples `names` (None: all) that have features
@@ -19,7 +19,8 @@ def index_of(
     """
     where = pc.field("features_key") == key
     if names is not None:
-        where &= pc.field("sample_id").isin(_array(names))
+        wanted = names if isinstance(names, pa.Array) else pa.array(list(names), pa.string())
+        where &= pc.field("sample_id").isin(wanted)
     columns = ["sample_id", "n_tokens", "file", "row_group"]
     rows = table.read([*columns, "harvested_at"], where, version)
     order = [(name, "ascending") for name in ("sample_id", "harvested_at", "file")]
@@ -40,9 +41,3 @@ def check_all_harvested(found: Collection[str], wanted: Collection[str]) -> None
             f"{len(missing)} of {len(wanted)} samples have no features (for instance "
             f"{min(missing)}): run `flywheel harvest`"
         )
-
-
-def _array(names: "Collection[str] | pa.Array | pa.ChunkedArray") -> pa.Array:
-    if isinstance(names, pa.ChunkedArray):
-        return names.combine_chunks()
-    return names if isinstance(names, pa.Array) else pa.array(list(names), pa.string())

@@ -34,7 +34,6 @@ MARKS = ".damaged"
 COLUMNS = ["sample_id", "n_tokens", "ids_digest", "hi", "lo", "digest"]
 TOP_COLUMNS = ["sample_id", "n_tokens", "ids_digest", "top_ids", "top_logprobs", "top_digest"]
 T = TypeVar("T")
-Footer = pq.FileMetaData
 Listed = tuple[str, int, int]
 """Sample id, tokens, row group."""
 
@@ -97,7 +96,7 @@ def index_rows(key: str, shard: Found, samples: Collection[Listed], when: dateti
     return pa.Table.from_pylist(rows, schema=FEATURE_INDEX)
 
 
-def open_shard(place: Place, name: str, schema: pa.Schema) -> Footer:
+def open_shard(place: Place, name: str, schema: pa.Schema) -> pq.FileMetaData:
     """The footer of a shard of the cache that `store.schemas.features_schema` describes.
 
     Raises ValueError for any other object: training on wrong features would give no other warning.
@@ -114,7 +113,7 @@ def open_shard(place: Place, name: str, schema: pa.Schema) -> Footer:
 
 
 def read_group(
-    place: Place, name: str, footer: Footer, group: int, columns: list[str]
+    place: Place, name: str, footer: pq.FileMetaData, group: int, columns: list[str]
 ) -> pa.Table:
     """Columns of a row group. Raises Damaged if the shard is damaged or gone, and OSError if the
     store does not answer.
@@ -127,7 +126,7 @@ def read_group(
     return _reading(place, name, read)
 
 
-def listed(place: Place, name: str, footer: Footer) -> list[Listed]:
+def listed(place: Place, name: str, footer: pq.FileMetaData) -> list[Listed]:
     """Every sample of a shard. Raises as `read_group`."""
     found = []
     for group in range(footer.num_row_groups):
@@ -137,7 +136,7 @@ def listed(place: Place, name: str, footer: Footer) -> list[Listed]:
     return found
 
 
-def find_faults(place: Place, name: str, footer: Footer) -> dict[str, str]:
+def find_faults(place: Place, name: str, footer: pq.FileMetaData) -> dict[str, str]:
     """{sample_id: what is wrong} of every damaged row. Raises as `read_group`."""
     faults: dict[str, str] = {}
     there = footer.schema.to_arrow_schema().names
@@ -155,8 +154,8 @@ def find_faults(place: Place, name: str, footer: Footer) -> dict[str, str]:
 def features_of(
     place: Place, name: str, rows: pa.Table, i: int, width: int, made_from: bytes | None
 ) -> "torch.Tensor":
-    """bf16 [T, width] of row i of a group of a shard. made_from: the `ids_digest` that it must have;
-    None: any. Raises Damaged.
+    """bf16 [T, width] of row i of a row group. made_from: the `ids_digest` that it must have; None:
+    any. Raises Damaged.
     """
     row = {column: rows[column][i] for column in COLUMNS}
     fault = feature_fault(row, made_from)

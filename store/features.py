@@ -23,6 +23,7 @@ from store.schemas import LAYOUT_VERSION
 if TYPE_CHECKING:
     import torch
 
+
 def cache_key(target_id: str, taps: list[int], dtype: str, top_k: int = 0) -> str:
     """Folder name of the features that one (target, taps, dtype, layout, top_k) gives."""
     parts = [target_id, list(taps), dtype, LAYOUT_VERSION]

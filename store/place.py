@@ -119,7 +119,9 @@ class Place:
 
     def folders(self) -> list[str]:
         """Names of the folders directly below this place."""
-        return sorted({found.name.partition("/")[0] for found in self.objects() if "/" in found.name})
+        return sorted(
+            {found.name.partition("/")[0] for found in self.objects() if "/" in found.name}
+        )
 
     def has(self, name: str) -> bool:
         """Whether there is an object of this name."""
@@ -242,8 +244,12 @@ def told(place: Place, name: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
     except BaseError as error:
-        raise OSError(errno.EIO, f"the store does not answer as it should ({first_line(error)}); "
-                      "run the same command again when it does", where) from error
+        raise OSError(
+            errno.EIO,
+            f"the store does not answer as it should ({first_line(error)}); "
+            "run the same command again when it does",
+            where,
+        ) from error
 
 
 def denied(where: str) -> PermissionError:

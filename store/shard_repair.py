@@ -1,8 +1,8 @@
 """Repair of the feature cache: damaged rows leave the index, finished shards enter it.
 
-An interrupted harvest leaves shards that nothing lists. The next harvest adopts them. Checking every
-byte of a cache costs as much as reading it. So a shard is checked again only if it is marked by a
-reader, or its size or e_tag is not the listed one. One listing of the folder tells.
+An interrupted harvest leaves shards that nothing lists. The next harvest adopts them. Checking
+every byte of a cache costs as much as reading it. So a shard is checked again only if it is marked
+by a reader, or its size or e_tag is not the listed one. One listing of the folder tells.
 """
 
 from collections.abc import Callable
@@ -34,33 +34,30 @@ class Mended:
 def mend(place: Place, index: Table, schema: pa.Schema, check: Callable[[], None]) -> Mended:
     """Take damaged rows out of the table feature_index, and list finished shards.
 
-    place: features/<cache key>. schema: of this cache (store.schemas.features_schema). check: called
-    right before each commit; it raises if this process may not commit any more. Objects are never
-    deleted here: `flywheel gc` does that.
+    place: features/<cache key>. schema: of this cache (store.schemas.features_schema). check: is
+    called right before each commit, and raises if this process may not commit any more. Shards are
+    never deleted here: `flywheel gc` does that.
     """
-    found = Mended()
-    objects = list(place.objects())
-    shards = {item.name: item for item in objects if item.name.endswith(".parquet") and "/" not in item.name}
-    marks = [item.name for item in objects if item.name.startswith(f"{MARKS}/")]
-    known = _listed_files(index, place.name)
-    marked = {name.rpartition("/")[2] for name in marks}
-    suspect = sorted(
-        name
-        for name, stamp in known.items()
-        if name in marked or name not in shards or stamp != (shards[name].size, shards[name].e_tag)
-    )
+    found, objects = Mended(), list(place.objects())
+    shards = {o.name: o for o in objects if o.name.endswith(".parquet") and "/" not in o.name}
+    marks = [o.name for o in objects if o.name.startswith(f"{MARKS}/")]
+    listed_as = _listed_files(index, place.name)
+    suspect = {name.rpartition("/")[2] for name in marks} & listed_as.keys()
+    for name, stamp in listed_as.items():
+        if name not in shards or stamp != (shards[name].size, shards[name].e_tag):
+            suspect.add(name)
     if suspect:
-        kept = [_intact(place, index, schema, name, shards.get(name), found) for name in suspect]
-        rows = pa.concat_tables(kept)
+        rows = _intact(place, index, schema, {name: shards.get(name) for name in suspect}, found)
         new = [index.write(rows)] if len(rows) else []
         check()
         index.replace("file", suspect, new)
     place.delete(marks)
-    fresh = _leftovers(place, index, schema, [shards[n] for n in shards if n not in known])
+    unlisted = [shard for name, shard in shards.items() if name not in listed_as]
+    fresh = _leftovers(place, index, schema, unlisted) if unlisted else []
     if len(fresh):
         check()
-        index.append(fresh)
-        found.adopted = len(fresh)
+        index.append(pa.concat_tables(fresh))
+        found.adopted = sum(map(len, fresh))
     return found
 
 
@@ -72,42 +69,42 @@ def _listed_files(index: Table, key: str) -> dict[str, tuple[int, str]]:
 
 
 def _intact(
-    place: Place, index: Table, schema: pa.Schema, name: str, shard: Found | None, found: Mended
+    place: Place, index: Table, schema: pa.Schema, shards: dict[str, Found | None], found: Mended
 ) -> pa.Table:
-    """The rows of the index for a shard that may be damaged, without the damaged ones."""
-    ours = pc.field("features_key") == place.name
-    before = index.read(["sample_id"], ours & (pc.field("file") == name))["sample_id"]
-    try:
-        if shard is None:
-            raise ValueError(f"{place}/{name} is gone")
-        rows, faults = _checked(place, schema, shard)
-    except ValueError:
-        found.lost.append(name)
-        return FEATURE_INDEX.empty_table()
-    ours = pc.field("sample_id").isin(before.combine_chunks())
-    found.damaged |= {s: fault for s, fault in faults.items() if s in set(before.to_pylist())}
-    return rows.filter(ours)
+    """The rows of the index for shards that may be damaged or gone, without the damaged ones."""
+    where = (pc.field("features_key") == place.name) & pc.field("file").isin(list(shards))
+    before, kept = index.read(["sample_id", "file"], where), [FEATURE_INDEX.empty_table()]
+    for name, shard in sorted(shards.items()):
+        try:
+            rows, faults = _checked(place, schema, shard) if shard else (None, {})
+        except ValueError:
+            rows, faults = None, {}
+        if rows is None:
+            found.lost.append(name)
+            continue
+        known = before.filter(pc.field("file") == name)["sample_id"].combine_chunks()
+        kept.append(rows.filter(pc.field("sample_id").isin(known)))
+        known = set(known.to_pylist())
+        found.damaged |= {sample: fault for sample, fault in faults.items() if sample in known}
+    return pa.concat_tables(kept)
 
 
-def _leftovers(place: Place, index: Table, schema: pa.Schema, shards: list[Found]) -> pa.Table:
+def _leftovers(
+    place: Place, index: Table, schema: pa.Schema, shards: list[Found]
+) -> list[pa.Table]:
     """Index rows of undamaged samples of shards that nothing lists, which no listed shard has."""
-    fresh = FEATURE_INDEX.empty_table()
-    if not shards:
-        return fresh
-    have = index_of(index, place.name)["sample_id"]
+    fresh, known = [], index_of(index, place.name)["sample_id"].combine_chunks()
     for shard in shards:
         try:
-            names = [name for name, *_ in listed(place, shard.name, open_shard(place, shard.name, schema))]
-            new = pa.array(names, pa.string())
-            new = new.filter(pc.invert(pc.is_in(new, have.combine_chunks())))
-            if not len(new):
-                continue
+            samples = listed(place, shard.name, open_shard(place, shard.name, schema))
+            new = pa.table({"sample_id": pa.array([s[0] for s in samples], pa.string())})
+            if not len(new.filter(~pc.field("sample_id").isin(known))):
+                continue  # computed again by a harvest that was overtaken
             rows, _ = _checked(place, schema, shard)
         except ValueError:
             continue  # of another cache, or damaged: not read; harvest computes its samples
-        rows = rows.filter(pc.field("sample_id").isin(new))
-        fresh = pa.concat_tables([fresh, rows])
-        have = pa.chunked_array([*have.chunks, *rows["sample_id"].chunks], pa.string())
+        fresh.append(rows.filter(~pc.field("sample_id").isin(known)))
+        known = pa.concat_arrays([known, fresh[-1]["sample_id"].combine_chunks()])
     return fresh
 
 

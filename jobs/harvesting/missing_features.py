@@ -83,7 +83,7 @@ def harvest_samples(cfg: Config, samples: pa.Table, tokens: Tokens) -> Outcome:
     with lease(cfg.place("leases", f"harvest-{place.name}")) as held:
         repair(cfg, place, held)
         index, set_aside = cfg.table("feature_index"), cfg.table("set_aside")
-        done = index_of(index, place.name, samples["sample_id"])["sample_id"]
+        done = index_of(index, place.name, samples["sample_id"].combine_chunks())["sample_id"]
         known = read_set_aside(set_aside, place.name)
         present = engine(cfg) if known else {}
         settled = pa.array([n for n, row in known.items() if is_settled(row, present)], pa.string())
@@ -150,9 +150,7 @@ def _list(cfg: Config, rows: list[pa.Table], held: Lease) -> None:
     table.change(add)
 
 
-def chunks_of(
-    samples: pa.Table, tokens: Iterable[pa.RecordBatch], size: int
-) -> Iterator[pa.Table]:
+def chunks_of(samples: pa.Table, tokens: Iterable[pa.RecordBatch], size: int) -> Iterator[pa.Table]:
     """Rows CHUNK of `samples`, `size` of them at a time (the last may have fewer), in the order of
     `tokens`.
     """
@@ -178,7 +176,9 @@ def repair(cfg: Config, place: Place, held: Lease) -> None:
     interrupted harvest.
     """
     hidden, top_k = target_config(cfg)["hidden_size"], cfg.harvest.top_k
-    schema = features_schema(target_id(cfg.target_path), list(target_taps(cfg)), hidden, top_k=top_k)
+    schema = features_schema(
+        target_id(cfg.target_path), list(target_taps(cfg)), hidden, top_k=top_k
+    )
     mended = mend(place, cfg.table("feature_index"), schema, held.check)
     for name, fault in sorted(mended.damaged.items())[:SHOWN_DAMAGED]:
         console.print(f"features of sample {name}: {fault}; harvested again", markup=False)
