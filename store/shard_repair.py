@@ -54,7 +54,7 @@ def mend(place: Place, index: Table, schema: pa.Schema, check: Callable[[], None
     place.delete(marks)
     unlisted = [shard for name, shard in shards.items() if name not in listed_as]
     fresh = _leftovers(place, index, schema, unlisted) if unlisted else []
-    if len(fresh):
+    if any(map(len, fresh)):
         check()
         index.append(pa.concat_tables(fresh))
         found.adopted = sum(map(len, fresh))
