@@ -36,10 +36,18 @@ def choose_weights(weights: str, gamma: float) -> Weights:
     return known[weights]
 
 
+TOGETHER = 256
+"""Samples whose labels are in memory at a time."""
+
+
 def named_tokens(samples: Sequence[Sample], labels: Labels) -> Tensor:
     """The token ids in the labels of supervised positions, each once: int64 [M]."""
-    found = [labels(s)[0][s.loss_mask].flatten() for s in samples]
-    return torch.cat(found).unique().long()
+    found = torch.empty(0, dtype=torch.int64)
+    for start in range(0, len(samples), TOGETHER):
+        some = (samples[i] for i in range(start, min(start + TOGETHER, len(samples))))
+        parts = [labels(s)[0][s.loss_mask].flatten().long() for s in some]
+        found = torch.cat([found, *parts]).unique()
+    return found
 
 
 # ---- labels

@@ -7,6 +7,7 @@ each round costs one drafter forward.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,30 @@ once. So a logit changes by at most one unit in the last place, and the gap betw
 
 Accepted = tuple[Tensor, Tensor, Tensor, Tensor]
 """Drafts accepted in a round: hidden states [M, H]; tokens, requests and places in the row [M]."""
+
+
+class Recorded(Protocol):
+    """What is replayed. Its features may be read when they are asked for."""
+
+    @property
+    def ids(self) -> Tensor:
+        """[P + n] int64 of prompt and output."""
+        ...
+
+    @property
+    def num_prompt(self) -> int:
+        """P, the tokens of the prompt."""
+        ...
+
+    @property
+    def num_output(self) -> int:
+        """n, the tokens of the answer."""
+        ...
+
+    @property
+    def features(self) -> Tensor:
+        """[>= P + n - 1, F], in any dtype."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +69,7 @@ def replay(
     drafter: Drafter,
     embedding: Tensor,
     head: Tensor,
-    requests: Sequence[Request],
+    requests: Sequence[Recorded],
     num_drafts: int,
     batch_tokens: int = 16384,
 ) -> list[list[int]]:
@@ -62,7 +87,7 @@ def replay_many(
     drafter: Drafter,
     embedding: Tensor,
     head: Tensor,
-    requests: Sequence[Request],
+    requests: Sequence[Recorded],
     ks: Sequence[int],
     batch_tokens: int = 16384,
     progress: Callable[[int], object] = lambda done: None,
@@ -114,7 +139,7 @@ class _Batch:
     """
 
     def __init__(
-        self, drafter: Drafter, embedding: Tensor, head: Tensor, requests: Sequence[Request]
+        self, drafter: Drafter, embedding: Tensor, head: Tensor, requests: Sequence[Recorded]
     ):
         device = embedding.device
         self.drafter, self.embedding = drafter, embedding

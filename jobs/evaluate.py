@@ -62,7 +62,7 @@ def run(cfg: Config) -> dict[str, Any]:
         "compat_key": compat_key(ours.drafter.cfg, identity),
         "compat": compat_fields(ours.drafter.cfg, identity),
         "split": cfg.evaluate.split,
-        "leaking": leaks(cfg, identity, rows, sides),
+        "leaking": leaks(cfg, rows, sides),
         "k": ours.k,
         "draftable": draftable(ours.drafter, borrowed[1], requests),
         **compare(cfg, rows, sides, [w[side.k] for side, w in zip(sides, found, strict=True)]),

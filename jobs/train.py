@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from dflash.checkpoint import load_drafter
 from dflash.drafter_config import DrafterConfig
 from dflash.identity import target_id
@@ -22,7 +24,7 @@ from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from jobs.base.settings import split_identity, to_yaml
 from jobs.base.target_facts import target_taps
-from jobs.dataset.samples import features_folder
+from jobs.dataset.samples import features_place
 from jobs.dataset.slices import largest
 from jobs.reporting.plotting import training_curves
 from jobs.tracking.mlflow_client import MlflowFault
@@ -30,9 +32,8 @@ from jobs.tracking.mlflow_runs import Tracker
 from jobs.training.feed import training_set, val_rows
 from jobs.training.plan import check_lora, check_val, make_plan, print_plan, run_shape
 from jobs.training.ray_trainer import fit
-from jobs.training.runs import Chosen, choose_run, missing, only_one, run_settings, write_pin
-from jobs.training.states import forget_result, has_result, read_result, states_folder
-from store.shards import read_manifests
+from jobs.training.runs import Chosen, Pin, choose_run, missing, only_one, run_settings, write_pin
+from jobs.training.states import forget_result, read_result
 
 CURVES = 5
 """Most domains with a line in the plot of a run: those with the most val requests."""
@@ -94,8 +95,8 @@ def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig) -> dict[str, Any]:
         raise ValueError(lost)
     with only_one(cfg, name):
         write_pin(cfg, chosen, shape)
-        forget_result(states_folder(cfg, name))
-        tracker = Tracker.start(cfg, name, inputs=_inputs(cfg))
+        forget_result(cfg, name)
+        tracker = Tracker.start(cfg, name, inputs=_inputs(cfg, pin))
         params = run_settings(cfg) | asdict(shape) | {"samples": len(data.samples)}
         execution = split_identity(cfg.train)[1] | {"base": cfg.train.base}
         tracker.describe(params, execution, to_yaml(cfg))
@@ -116,24 +117,22 @@ def _trained(cfg: Config, chosen: Chosen) -> dict[str, Any]:
     if tracker := Tracker.unfinished(cfg, chosen.name):
         _draw(tracker, val_rows(cfg, chosen.pin))
         tracker.end()
-    folder = states_folder(cfg, chosen.name)
-    return read_result(folder) if has_result(folder) else {}
+    return read_result(cfg, chosen.name)
 
 
-def _inputs(cfg: Config) -> dict[str, Any]:
-    identity = target_id(cfg.target_path)
+def _inputs(cfg: Config, pin: Pin) -> dict[str, Any]:
     return {
-        "traffic": [m["key"] for m in read_manifests(cfg.path("traffic"))],
-        "features": [m["key"] for m in read_manifests(features_folder(cfg, identity))],
-        "target_id": identity,
+        "versions": pin.versions,
+        "features": features_place(cfg).name,
+        "target_id": target_id(cfg.target_path),
         "target_layer_ids": list(target_taps(cfg)),
     }
 
 
-def _draw(tracker: Tracker, val: list[dict[str, Any]]) -> None:
+def _draw(tracker: Tracker, val: pa.Table) -> None:
     """Attach a plot of the whole run's curves, resumed parts included, to its MLflow run."""
     losses = tracker.curve("loss")
-    domains = largest(Counter(row["domain"] for row in val), CURVES)
+    domains = largest(Counter(val["domain"].to_pylist()), CURVES)
     taus = {name: tracker.curve(f"val_tau/{name}") for name in sorted(domains)}
     taus = {name: points for name, points in taus.items() if points}
     if losses:

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jobs import evaluate, harvest, ingest, promote, sql, target, traffic, train, verify
+from jobs import evaluate, harvest, ingest, promote, select, sql, target, traffic, train, verify
 from jobs.base.cli import run_as_module
 from jobs.base.cluster import cluster
 from jobs.base.config import Config
@@ -29,6 +29,7 @@ Stage = tuple[str, Callable[[Config], dict[str, Any]]]
 PREPARE: list[Stage] = [("target", target.run), ("traffic", traffic.run)]
 LEARN: list[Stage] = [
     ("ingest", ingest.run),
+    ("select", select.run),
     ("harvest", harvest.run),
     ("train", train.run),
     ("evaluate", evaluate.run),

@@ -1,59 +1,84 @@
-"""Reading traffic: one row per sample, however many logs contain it."""
+"""Reading traffic: one row per sample, however many logs contain it, and the side of its group."""
 
 from collections import Counter
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import datetime
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from store.groups import form, idle_labels
+from store.groups import ORDER, form, idle_labels
 from store.ids import prompt_conversation, says_nothing
 from store.leakage import token_bytes
-from store.schemas import TRAFFIC
-from store.shards import read_dataset, read_manifests
+from store.schemas import TIMESTAMP
+from store.tables import Table
+
+MERGED = (
+    "sample_id",
+    "conversation_id",
+    "domain",
+    "language",
+    "tenant",
+    "captured_at",
+    "request_id",
+    "repeat_count",
+    "split",
+    "split_by_prompt",
+    "prompt_ids",
+)
+"""Columns that decide how rows are merged and grouped."""
 
 
-def read_traffic(folder: Path, target_id: str | None = None, split: str | None = None) -> pa.Table:
-    """Published samples as TRAFFIC rows, sorted by sample_id, so the order never depends on logs.
+def tokens_of(
+    traffic: Table,
+    names: Collection[str] | pa.Array,
+    columns: Sequence[str],
+    since: datetime | None = None,
+    until: datetime | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """`sample_id` and these columns of the TRAFFIC rows of these samples, each once, in batches.
 
-    Rows of the same sample are merged into the one with the best labels, with the sum of the repeat
-    counts. The column `split` is the side of the sample's group (store.groups). A sample without a
-    label gets the conversation of its group's first sample. The arguments `target_id` and `split`
-    select rows.
+    Rows of equal sample_id have equal token ids; of other columns, any row's value is given. Only
+    shards with samples captured between `since` and `until` are read.
     """
-    mine = None if target_id is None else pc.field("target_id") == target_id
-    rules = [m["inputs"].get("rules", {}) for m in read_manifests(folder)]
-    unnamed = {"default", *(r.get("default_domain", "default") for r in rules)}
-    table = regroup(read_dataset(folder, TRAFFIC, filters=mine), unnamed)
-    # Selected after merging: a sample seen in two conversations belongs to one split only.
-    return table if split is None else table.filter(pc.field("split") == split)
+    wanted = pa.array(names, pa.string()) if not isinstance(names, pa.Array) else names
+    where = pc.field("sample_id").isin(wanted)
+    if since is not None:
+        where &= pc.field("captured_at") >= pa.scalar(since, TIMESTAMP)
+    if until is not None:
+        where &= pc.field("captured_at") <= pa.scalar(until, TIMESTAMP)
+    seen: set[str] = set()
+    for batch in traffic.batches(list(dict.fromkeys(["sample_id", *columns])), where):
+        fresh = [name not in seen and not seen.add(name) for name in batch["sample_id"].to_pylist()]
+        if any(fresh):
+            yield batch.filter(pa.array(fresh))
 
 
-def regroup(table: pa.Table, unnamed: set[str]) -> pa.Table:
-    """TRAFFIC rows with equal sample_id merged into one, split by group, sorted by sample_id.
+def regroup(
+    table: pa.Table, unnamed: set[str], earlier: Mapping[str, str] | None = None
+) -> pa.Table:
+    """TRAFFIC rows of one target with equal sample_id merged into one, split by group, sorted by
+    sample_id. They need the columns MERGED; others are kept.
 
-    unnamed: domains that say nothing, such as "default". Each target's samples are grouped apart.
+    unnamed: domains that say nothing, such as "default". earlier: the sides of samples in earlier
+    selections. A side only ever moves towards training, so that nothing that a drafter may have
+    learned from becomes held out.
     """
     if table.num_rows == 0:
         return table
-    targets = table["target_id"].unique()
-    if len(targets) > 1:
-        parts = [table.filter(pc.field("target_id") == one) for one in targets]
-        return pa.concat_tables(regroup(part, unnamed) for part in parts).sort_by("sample_id")
     table = _sorted(table, unnamed)
     names = table["sample_id"].to_numpy(zero_copy_only=False)
     first = np.flatnonzero(np.concatenate([[True], names[1:] != names[:-1]]))
     repeats = np.add.reduceat(table["repeat_count"].to_numpy(zero_copy_only=False), first)
     merged = table.take(pa.array(first))
-    conversations, splits = _grouped(merged, _labels(table, first))
+    conversations, splits = _grouped(merged, _labels(table, first), earlier or {})
     for name, values in (
         ("repeat_count", pa.array(repeats.astype(np.int32), pa.int32())),
         ("conversation_id", pa.array(conversations, pa.string())),
         ("split", pa.array(splits, pa.string())),
     ):
-        column = TRAFFIC.get_field_index(name)
-        merged = merged.set_column(column, TRAFFIC.field(column), values)
+        merged = merged.set_column(merged.schema.get_field_index(name), name, values)
     return merged
 
 
@@ -84,7 +109,9 @@ def _labels(table: pa.Table, first: np.ndarray) -> list[set[str]]:
     ]
 
 
-def _grouped(merged: pa.Table, labels: list[set[str]]) -> tuple[list[str], list[str]]:
+def _grouped(
+    merged: pa.Table, labels: list[set[str]], earlier: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
     """(conversation, split) of each sample."""
     prompts = token_bytes(merged["prompt_ids"])
     own = merged["conversation_id"].to_pylist()
@@ -98,6 +125,7 @@ def _grouped(merged: pa.Table, labels: list[set[str]]) -> tuple[list[str], list[
     by_time = times.sort_by([("captured_at", "ascending"), ("sample_id", "ascending")])
     order = by_time["row"].to_pylist()
     founders, sides = form(prompts, labels, splits, order)
+    sides = _kept_sides(merged["sample_id"].to_pylist(), founders, sides, earlier)
 
     def conversation(sample: int) -> str:
         if own[sample] in labels[sample]:
@@ -110,3 +138,16 @@ def _grouped(merged: pa.Table, labels: list[set[str]]) -> tuple[list[str], list[
         for mine, some, founder in zip(own, labels, founders, strict=True)
     ]
     return conversations, sides
+
+
+def _kept_sides(
+    names: list[str], founders: list[int], sides: list[str], earlier: Mapping[str, str]
+) -> list[str]:
+    """The side of each sample: that of its group, or an earlier one of the group's samples, if that
+    is nearer to training.
+    """
+    nearest = dict(zip(founders, sides, strict=True))
+    for name, founder in zip(names, founders, strict=True):
+        if name in earlier:
+            nearest[founder] = min(nearest[founder], earlier[name], key=ORDER.index)
+    return [nearest[founder] for founder in founders]

@@ -1,5 +1,6 @@
-"""What the whole run shares: one small Ray cluster, one tiny harvested work folder."""
+"""What the whole run shares: a small Ray cluster, a tiny harvested work folder, an S3 server."""
 
+import os
 import shutil
 
 import pytest
@@ -59,3 +60,22 @@ def empty_database(tmp_path_factory):
     cfg = load(None, [f"work={tmp_path_factory.mktemp('mlflow')}"])
     assert Registry(cfg).current("champion") is None
     return cfg.path("mlflow.db")
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory):
+    """An S3 server of this process, see `S3`. Take `s3_env` to reach it by the environment."""
+    from tests.helpers.s3 import running
+
+    with running(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_env(s3, monkeypatch):
+    """`s3`, with this process's environment leading to it and nothing else of AWS in it."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    return s3

@@ -24,7 +24,8 @@ STAGES = {
     "target": ("jobs.target", "fetch and convert the demo target"),
     "traffic": ("jobs.traffic", "the demo's simulated clients -> capture/"),
     "ingest": ("jobs.ingest", "request logs -> traffic/"),
-    "harvest": ("jobs.harvest", "traffic/ -> features/, one pass of the target"),
+    "select": ("jobs.select", "traffic/ -> selection/: what is learned from, within budgets"),
+    "harvest": ("jobs.harvest", "selection/ -> features/, one pass of the target"),
     "train": ("jobs.train", "features/ -> a drafter"),
     "convert": ("jobs.convert", "a drafter folder between z-lab's and speculators' format"),
     "evaluate": ("jobs.evaluate", "replay a drafter on held-out conversations -> acceptance/"),
@@ -36,6 +37,9 @@ STAGES = {
     "methods": ("jobs.methods", "other ways to draft on the same traffic: tau, speed, latency"),
     "report": ("jobs.report", "one HTML page about what was measured"),
     "sql": ("jobs.sql", "answer a question over acceptance/ (flywheel sql NAME)"),
+    "gc": ("jobs.gc", "compact tables, remove what no live version needs"),
+    "cache": ("jobs.cache", "keep the feature cache within its size and age"),
+    "migrate": ("jobs.migrate", "bring a work folder of an earlier release to today's layout"),
     "doctor": ("jobs.doctor", "check this machine and say what to do"),
     "demo": ("pipelines.demo", "turn the whole loop once"),
     "config": ("", "print every setting with its value and meaning, as YAML"),
@@ -48,7 +52,7 @@ POSITIONAL = {
     "promote": "promote.drafter",
 }
 # Stages with `plan(cfg)`: what `run` would do, for --plan.
-PLANNED = ("train",)
+PLANNED = ("select", "train", "gc", "cache")
 # Import name -> the extra that installs it, for the message about a missing package.
 EXTRAS = {
     "ray": "ray",
@@ -159,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
     parser.add_argument(
-        "--plan", action="store_true", help="train: say what it would do, start nothing"
+        "--plan", action="store_true", help="say what the stage would do, and change nothing"
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of a user error")
     return parser

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jobs.base.profiles import PROFILES, profile_of
-from jobs.base.sections.data import Demo, Harvest, Ingest
+from jobs.base.sections.data import Demo, Harvest, Ingest, Select
 from jobs.base.sections.environment import Mlflow, Ray, Target
 from jobs.base.sections.judging import Evaluate, Preflight, Promote, Rollback, Sql
 from jobs.base.sections.serving import Methods, Serve, Verify
@@ -56,6 +56,7 @@ class Config:
     ray: Ray = field(default_factory=Ray)
     mlflow: Mlflow = field(default_factory=Mlflow)
     ingest: Ingest = field(default_factory=Ingest)
+    select: Select = field(default_factory=Select)
     harvest: Harvest = field(default_factory=Harvest)
     drafter: Drafter = field(default_factory=Drafter)
     train: Train = field(default_factory=Train)

@@ -10,6 +10,8 @@ from typing import Any
 
 PROFILES: dict[str, dict[str, Any]] = {
     "small": {
+        "select.tokens": 4_000_000,
+        "select.domain_tokens": 1_000_000,
         "drafter.layers": 2,
         "drafter.block_size": 8,
         "drafter.draft_vocab": 8192,
@@ -25,7 +27,12 @@ PROFILES: dict[str, dict[str, Any]] = {
         "verify.repeats": 2,
     },
     "8b": {},
-    "70b": {"train.shard": "fsdp", "train.micro_batch": 1},
+    "70b": {
+        "select.tokens": 8_000_000,
+        "select.domain_tokens": 2_000_000,
+        "train.shard": "fsdp",
+        "train.micro_batch": 1,
+    },
 }
 LARGEST = {"small": 4 << 30, "8b": 80 << 30}
 """Bytes of weights up to which a profile is meant: 2 B and 40 B parameters in bfloat16."""

@@ -1,27 +1,35 @@
-"""Traffic joined with its features: what training and replay read."""
+"""Selected samples, with their token ids and features: what harvest, training and replay read."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
+from torch import Tensor
 
-from dflash.batches import Sample
 from dflash.identity import legacy_target_id, target_id
-from dflash.replay import Request
 from jobs.base.config import Config
 from jobs.base.target_facts import target_config, target_taps
 from store.features import (
+    FeatureCache,
     cache_key,
     check_all_harvested,
     ids_digest,
-    read_shard,
+    index_of,
     read_top,
 )
+from store.place import Place
 from store.set_aside import read_set_aside
-from store.shards import shard_paths
-from store.traffic_table import read_traffic
+from store.traffic_table import tokens_of
 
 FEATURE_DTYPE = "bfloat16"
+CACHE_BYTES = 1 << 30
+"""Features of requests that are in memory at a time."""
+
+Row = dict[str, Any]
 
 
 def captured_top_k(cfg: Config) -> int:
@@ -40,42 +48,67 @@ def captured_top_k(cfg: Config) -> int:
     return cfg.harvest.top_k
 
 
-def captured(cfg: Config) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """{sample id: (token ids int32 [n_output, top_k], log-probabilities float16 of that shape)} of
-    the target's most likely tokens, for all harvested samples; {} if train.loss does not need them.
+def selection_version(cfg: Config) -> int | None:
+    """The version of selection/ that stages read: select.version, or the latest."""
+    version = cfg.select.version
+    return cfg.table("selection").version() if version < 0 else version
 
-    Raises ValueError as `captured_top_k`, and for features that are not those of this target.
+
+def selected(cfg: Config, split: str | None = None) -> pa.Table:
+    """SELECTION rows of this target, of one split or all, sorted by sample_id.
+
+    Raises ValueError if nothing was selected.
     """
-    top_k = captured_top_k(cfg)
-    if not top_k:
-        return {}
-    identity = target_id(cfg.target_path)
-    taps, hidden = list(target_taps(cfg)), target_config(cfg)["hidden_size"]
-    return {
-        name: (ids, logprobs)
-        for path in shard_paths(features_folder(cfg, identity))
-        for name, ids, logprobs in read_top(path, identity, taps, hidden, top_k)
+    mine = pc.field("target_id") == target_id(cfg.target_path)
+    version = selection_version(cfg)
+    rows = cfg.table("selection").read(where=mine, version=version)
+    if not rows.num_rows:
+        raise none_of_target(cfg, "selected sample", "run `flywheel select`")
+    if split is not None:
+        rows = rows.filter(pc.field("split") == split)
+    return rows.sort_by("sample_id")
+
+
+def usable(cfg: Config, rows: pa.Table, taps: Sequence[int] = ()) -> pa.Table:
+    """SELECTION rows without those that harvest set aside under these taps."""
+    aside = pa.array(sorted(set_aside(cfg, taps)), pa.string())
+    return rows.filter(~pc.field("sample_id").isin(aside))
+
+
+def with_tokens(
+    cfg: Config, rows: pa.Table, columns: Sequence[str] = ("prompt_ids", "output_ids")
+) -> Iterator[pa.RecordBatch]:
+    """`sample_id` and these TRAFFIC columns of SELECTION rows, in batches, in any order. Batches are
+    missing samples that were deleted from traffic/.
+    """
+    times = rows["captured_at"]
+    bounds = {} if times.null_count or not len(times) else pc.min_max(times).as_py()  # pyright: ignore[reportAttributeAccessIssue]
+    names = rows["sample_id"].combine_chunks()
+    yield from tokens_of(
+        cfg.table("traffic"), names, columns, bounds.get("min"), bounds.get("max")
+    )
+
+
+def load_rows(
+    cfg: Config, split: str, sampled: bool = False, taps: Sequence[int] = ()
+) -> list[Row]:
+    """Selected rows of a split with their token ids, in sample_id order, without those set aside
+    under these taps: only greedy ones, or all if `sampled`. For held-out splits: the budgets of
+    `flywheel select` bound them.
+    """
+    rows = usable(cfg, selected(cfg, split), taps)
+    if not sampled:
+        rows = rows.filter(pc.field("temperature") == 0.0)
+    tokens = {
+        row["sample_id"]: row for batch in with_tokens(cfg, rows) for row in batch.to_pylist()
     }
-
-
-def make_sample(row: dict, features: torch.Tensor, *top: torch.Tensor) -> Sample:
-    """A TRAFFIC row, its features and, if captured, top ids and log-probabilities as a sample."""
-    ids = torch.tensor([*row["prompt_ids"], *row["output_ids"]])
-    mask = torch.zeros(len(ids), dtype=torch.bool)
-    for span in row["loss_mask"]:
-        mask[span["start"] : span["end"]] = True
-    return Sample(row["sample_id"], row["domain"], ids, mask, features, *top)
-
-
-def make_request(row: dict, features: torch.Tensor) -> Request:
-    """A TRAFFIC row and its features as a request to replay."""
-    ids = torch.tensor([*row["prompt_ids"], *row["output_ids"]])
-    return Request(ids, len(row["prompt_ids"]), features)
+    found = rows.to_pylist()
+    return [row | tokens[row["sample_id"]] for row in found if row["sample_id"] in tokens]
 
 
 def load_requests(
     cfg: Config, split: str, sampled: bool = False, taps: Sequence[int] = ()
-) -> tuple[list[dict], list[Request]]:
+) -> "tuple[list[Row], Requests]":
     """Rows of a split with their requests, in sample_id order: only greedy ones, or all if
     `sampled`.
 
@@ -85,22 +118,7 @@ def load_requests(
     return rows, with_features(cfg, rows, taps)
 
 
-def load_rows(
-    cfg: Config, split: str, sampled: bool = False, taps: Sequence[int] = ()
-) -> list[dict]:
-    """TRAFFIC rows of a split in sample_id order, without those set aside under these taps: only
-    greedy ones, or all if `sampled`.
-    """
-    aside = set_aside(cfg, taps)
-    rows = read_traffic(cfg.path("traffic"), target_id(cfg.target_path), split).to_pylist()
-    return [
-        row
-        for row in rows
-        if (sampled or row["temperature"] == 0.0) and row["sample_id"] not in aside
-    ]
-
-
-def rows_with_rounds(cfg: Config, taps: Sequence[int] = ()) -> list[dict]:
+def rows_with_rounds(cfg: Config, taps: Sequence[int] = ()) -> list[Row]:
     """Greedy held-out rows (evaluate.split) whose answer has more than one token, so that it has a
     round. They can be sent to a server again. Raises ValueError if there is none.
     """
@@ -112,50 +130,116 @@ def rows_with_rounds(cfg: Config, taps: Sequence[int] = ()) -> list[dict]:
     return rows
 
 
-def with_features(cfg: Config, rows: list[dict], taps: Sequence[int] = ()) -> list[Request]:
-    """TRAFFIC rows as requests to replay.
+@dataclass(frozen=True)
+class StoredRequest:
+    """A request to replay whose features are read when they are asked for (dflash.replay.Recorded).
 
-    Raises ValueError for rows that were not harvested, and for features that are damaged or were
-    made from other token ids.
+    ids [P + n] int64: prompt and output.
     """
-    identity = target_id(cfg.target_path)
+
+    sample_id: str
+    ids: Tensor
+    num_prompt: int
+    cache: FeatureCache
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the answer."""
+        return len(self.ids) - self.num_prompt
+
+    @property
+    def features(self) -> Tensor:
+        """bf16 [P + n, n_taps * hidden]. Raises ValueError if they are damaged."""
+        return self.cache[self.sample_id]
+
+
+Requests = list[StoredRequest]
+
+
+def with_features(cfg: Config, rows: Sequence[Row], taps: Sequence[int] = ()) -> Requests:
+    """Rows with token ids as requests to replay.
+
+    Raises ValueError for rows that were not harvested. Features that are damaged, or were made from
+    other token ids, raise it when they are read.
+    """
+    ids = {
+        row["sample_id"]: torch.tensor([*row["prompt_ids"], *row["output_ids"]]) for row in rows
+    }
+    cache = feature_cache(cfg, {n: ids_digest(t.numpy()) for n, t in ids.items()}, CACHE_BYTES, taps)
+    return [
+        StoredRequest(row["sample_id"], ids[row["sample_id"]], len(row["prompt_ids"]), cache)
+        for row in rows
+    ]
+
+
+def feature_cache(
+    cfg: Config,
+    digests: Mapping[str, bytes],
+    budget: float,
+    taps: Sequence[int] = (),
+    max_length: int = 0,
+) -> FeatureCache:
+    """The features of the samples in `digests` (sample id -> `ids_digest` of its tokens), each cut
+    to `max_length` tokens (0: uncut). At most `budget` bytes of them are kept in memory.
+
+    Raises ValueError for samples that were not harvested.
+    """
+    place, identity = features_place(cfg, taps), target_id(cfg.target_path)
+    index = index_of(cfg.table("feature_index"), place.name, pa.array(digests, pa.string()))
+    check_all_harvested(index["sample_id"].to_pylist(), digests)
     taps, hidden = list(taps or target_taps(cfg)), target_config(cfg)["hidden_size"]
-    digests = {
-        row["sample_id"]: ids_digest([*row["prompt_ids"], *row["output_ids"]]) for row in rows
-    }
-    features = {
-        name: found
-        for path in shard_paths(features_folder(cfg, identity, taps))
-        for name, found in read_shard(path, identity, taps, hidden, digests)
-    }
-    check_all_harvested(features, digests)
-    return [make_request(row, features[row["sample_id"]]) for row in rows]
+    return FeatureCache(place, index, identity, taps, hidden, digests, budget, max_length)
+
+
+def harvested(cfg: Config, names: Collection[str], taps: Sequence[int] = ()) -> pa.Table:
+    """Where the features of these samples are: rows of `store.features.index_of`."""
+    place = features_place(cfg, taps)
+    return index_of(cfg.table("feature_index"), place.name, pa.array(names, pa.string()))
+
+
+def stored_top(cfg: Config, index: pa.Table) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(sample id, token ids int32 [n_output, top_k], log-probabilities float16 of that shape) of the
+    target's likeliest tokens, for samples of an index. Reads no features.
+    """
+    identity, taps = target_id(cfg.target_path), list(target_taps(cfg))
+    hidden, top_k = target_config(cfg)["hidden_size"], captured_top_k(cfg)
+    yield from read_top(features_place(cfg), index, identity, taps, hidden, top_k)
 
 
 def set_aside(cfg: Config, taps: Sequence[int] = ()) -> set[str]:
     """Ids of the samples that harvest set aside under these taps: training does not use them."""
-    folder = features_folder(cfg, target_id(cfg.target_path), taps)
-    return set(read_set_aside(cfg.path("set_aside"), folder.name))
+    return set(read_set_aside(cfg.table("set_aside"), features_place(cfg, taps).name))
 
 
-def features_folder(cfg: Config, identity: str, taps: Sequence[int] = ()) -> Path:
+def features_place(cfg: Config, taps: Sequence[int] = ()) -> Place:
     """The folder of the feature cache for this target, these taps (default: the configured ones),
     this dtype and this harvest.top_k.
     """
-    key = cache_key(identity, list(taps or target_taps(cfg)), FEATURE_DTYPE, cfg.harvest.top_k)
-    return cfg.path("features", key)
+    taps, identity = list(taps or target_taps(cfg)), target_id(cfg.target_path)
+    return cfg.place("features", cache_key(identity, taps, FEATURE_DTYPE, cfg.harvest.top_k))
 
 
 def none_of_target(cfg: Config, what: str, fix: str) -> ValueError:
-    """The error of a stage that finds no `what` ("test sample", say) of this target in traffic/.
+    """The error of a stage that finds no `what` ("test sample", say) of this target.
 
     If traffic/ has rows under the id that an older release gave this target, the message says so.
     """
-    identity, folder = target_id(cfg.target_path), cfg.path("traffic")
-    former = legacy_target_id(cfg.target_path)
-    if not read_traffic(folder, identity).num_rows and read_traffic(folder, former).num_rows:
+    identity, former = target_id(cfg.target_path), legacy_target_id(cfg.target_path)
+    known = targets_of_traffic(cfg)
+    if former in known and identity not in known:
         fix = (
             f"its samples were made under this folder's former id {former}, which did not cover "
             "all bytes of the weights: run `flywheel ingest` again, on the logs they came from"
         )
-    return ValueError(f"{folder} has no {what} of target {identity}: {fix}")
+    elif not known:
+        fix = "run `flywheel ingest` first"
+    return ValueError(f"{cfg.place()} has no {what} of target {identity}: {fix}")
+
+
+def targets_of_traffic(cfg: Config) -> Counter[str]:
+    """The targets that traffic/ has rows of, and how many."""
+    found: Counter[str] = Counter()
+    for batch in cfg.table("traffic").batches(["target_id"]):
+        for entry in batch["target_id"].value_counts().to_pylist():
+            found[entry["values"]] += entry["counts"]
+    return found

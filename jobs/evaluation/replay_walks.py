@@ -1,19 +1,19 @@
 """The replays of an evaluation, and facts about its samples: leakage, and what can be drafted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from dflash.model import Drafter, new_drafter
-from dflash.replay import Request, replay, replay_many
+from dflash.replay import Recorded, replay, replay_many
 from jobs.base.config import Config
 from jobs.base.drafter_shape import drafter_config
+from jobs.dataset.samples import CACHE_BYTES, selected
 from jobs.dataset.slices import Row
 from jobs.evaluation.drafters import (
     Borrowed,
@@ -22,23 +22,29 @@ from jobs.evaluation.drafters import (
 )
 from jobs.training.runs import learned
 from store.leakage import leaking
-from store.traffic_table import read_traffic
+from store.schemas import TRAFFIC
+from store.traffic_table import tokens_of
 
 
-def leaks(cfg: Config, identity: str, rows: list[Row], sides: Sequence[Side]) -> dict[str, int]:
+def leaks(cfg: Config, rows: list[Row], sides: Sequence[Side]) -> dict[str, int]:
     """How many of the held-out rows share their text with what these drafters may have learned: the
     train split, and samples that a run trained on before a later log moved them to another split.
     """
     names = [*(side.folder.name for side in sides), Path(cfg.train.base).name]
-    pinned = pa.array(sorted(set().union(*(learned(cfg, n) for n in names if n))), pa.string())
-    table = read_traffic(cfg.path("traffic"), identity)
-    train = table.filter((pc.field("split") == "train") | pc.field("sample_id").isin(pinned))
-    asked = table.filter(pc.field("split") == cfg.evaluate.split)
-    known = leaking(train, asked) & {row["sample_id"] for row in rows}
+    pinned = set().union(*(learned(cfg, name) for name in names if name))
+    pinned |= set(selected(cfg, "train")["sample_id"].to_pylist())
+    known = leaking(_prompts(cfg, pinned), _prompts(cfg, {row["sample_id"] for row in rows}))
     return {"leaking": len(known), "samples": len(rows)}
 
 
-def draftable(drafter: Drafter, head: Tensor, requests: Sequence[Request]) -> float:
+def _prompts(cfg: Config, names: set[str]) -> pa.Table:
+    """sample_id and prompt_ids of these samples, as far as traffic/ has them."""
+    schema = pa.schema([TRAFFIC.field("sample_id"), TRAFFIC.field("prompt_ids")])
+    found = tokens_of(cfg.table("traffic"), sorted(names), ["prompt_ids"])
+    return pa.Table.from_batches(found, schema)
+
+
+def draftable(drafter: Drafter, head: Tensor, requests: Sequence[Recorded]) -> float:
     """Share of the answers' tokens that are in the drafter's vocabulary. First tokens do not count:
     they come from the prefill.
     """
@@ -47,18 +53,38 @@ def draftable(drafter: Drafter, head: Tensor, requests: Sequence[Request]) -> fl
 
 
 def replay_all(
-    drafter: Drafter, borrowed: Borrowed, requests: list[Request]
+    drafter: Drafter, borrowed: Borrowed, requests: Sequence[Recorded]
 ) -> dict[int, list[list[int]]]:
     """Walks for every K from 1 to block_size - 1.
 
-    K drafts are served as a block of K + 1 slots, so this is every smaller block size, too.
+    K drafts are served as a block of K + 1 slots, so this is every smaller block size, too. Requests
+    are replayed in parts whose features fit into memory together, so each is read once.
     """
     ks = range(1, drafter.cfg.num_drafts + 1)
+    width = 2 * len(drafter.cfg.target_layer_ids) * drafter.cfg.hidden_size
+    walks: dict[int, list[list[int]]] = {k: [] for k in ks}
     with tqdm(total=len(requests), desc="replay", unit="request") as bar:
-        return replay_many(drafter, *borrowed, requests, ks, progress=bar.update)
+        for part in parts([width * len(r.ids) for r in requests], CACHE_BYTES):
+            some = [requests[i] for i in part]
+            found = replay_many(drafter, *borrowed, some, ks, progress=bar.update)
+            for k in ks:
+                walks[k] += found[k]
+    return walks
 
 
-def untrained_walks(cfg: Config, requests: list[Request], k: int) -> list[list[int]]:
+def parts(sizes: Sequence[int], most: int) -> Iterator[range]:
+    """Successive ranges of indices whose sizes add up to at most `most`, or single ones."""
+    start = total = 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > most:
+            yield range(start, i)
+            start, total = i, 0
+        total += size
+    if start < len(sizes):
+        yield range(start, len(sizes))
+
+
+def untrained_walks(cfg: Config, requests: Sequence[Recorded], k: int) -> list[list[int]]:
     """Walks of an untrained drafter of the configured shape: where the loop starts."""
     borrowed = load_on(cfg)
     drafter = new_drafter(replace(drafter_config(cfg), draft_vocab_size=0), cfg.train.seed)

@@ -6,12 +6,13 @@ a folder (a clause) is a check of `flywheel preflight`.
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig
@@ -25,11 +26,9 @@ from jobs.base.config import Config
 from jobs.base.devices import dtype_name
 from jobs.base.drafter_shape import taken_tokens
 from jobs.base.target_facts import end_tokens, target_tokenizer
-from jobs.dataset.samples import features_folder
+from jobs.dataset.samples import features_place, selected, targets_of_traffic, with_tokens
 from serving.start_checks import check_drafter
 from store.files import read_json
-from store.shards import shard_paths
-from store.traffic_table import read_traffic
 
 ARCHITECTURE = "DFlashDraftModel"
 OURS_ALONE = ("block_size", "num_target_layers")  # no engine reads them
@@ -146,8 +145,7 @@ def target(subject: Subject) -> Iterator[Check]:
     cfg, identity = subject.cfg, target_id(subject.cfg.target_path)
     load_borrowed(cfg.target_path, torch.bfloat16)
     former = legacy_target_id(cfg.target_path)
-    traffic = read_traffic(cfg.path("traffic"))
-    known = Counter(traffic["target_id"].to_pylist())
+    known = targets_of_traffic(cfg)
     if not known[identity]:
         seen = ", ".join(known) or "nothing"
         fix = "serve the target that was harvested, or ingest, harvest and train for this one"
@@ -171,13 +169,14 @@ def target(subject: Subject) -> Iterator[Check]:
             "fail",
             fix,
         )
-    yield Check("target", f"{identity}, {known[identity]} samples of traffic")
+    yield Check("target", f"{identity}, {known[identity]} rows of traffic")
 
 
 def taps(subject: Subject) -> Iterator[Check]:
     """The work folder must have features of the layers that the drafter reads."""
     cfg, ours = subject.cfg, subject.shape.target_layer_ids
-    if not shard_paths(features_folder(cfg, target_id(cfg.target_path), ours)):
+    mine = pc.field("features_key") == features_place(cfg, ours).name
+    if not any(len(b) for b in cfg.table("feature_index").batches(["sample_id"], mine)):
         fix = f"`flywheel harvest drafter.taps={','.join(map(str, ours))}`, or another drafter"
         found = f"target_layer_ids {list(ours)}: no features of these layers are harvested"
         yield Check("taps", found, "fail", fix)
@@ -198,12 +197,11 @@ def mask_token(subject: Subject) -> Iterator[Check]:
     taken |= dict.fromkeys(end_tokens(cfg), "eos")
     if mask in taken:
         yield Check("mask token", f"id {mask} is the target's {taken[mask]} token", "fail", fix)
-    rows = read_traffic(cfg.path("traffic"), target_id(cfg.target_path))
-    columns = ("prompt_ids", "output_ids")
-    with_mask = sum(
-        mask in prompt or mask in output
-        for prompt, output in zip(*(rows[c].to_pylist() for c in columns), strict=True)
-    )
+    rows, with_mask = selected(cfg), 0
+    for batch in with_tokens(cfg, rows):
+        lists = [batch["prompt_ids"], batch["output_ids"]]
+        found = [pc.list_parent_indices(ids).filter(pc.equal(ids.flatten(), mask)) for ids in lists]  # pyright: ignore[reportAttributeAccessIssue]
+        with_mask += len(pa.chunked_array(found).unique())
     if with_mask:
         yield Check(
             "mask token", f"id {mask} occurs in {with_mask} of {rows.num_rows} samples", "fail", fix

@@ -8,11 +8,10 @@ asked, because only it knows --chat-template and its default template arguments.
 from collections import Counter
 from dataclasses import dataclass
 
-from dflash.identity import target_id
 from jobs.base.checks import Check
 from jobs.base.config import Config
+from jobs.dataset.samples import selected, with_tokens
 from serving.client import Request, complete
-from store.traffic_table import read_traffic
 
 MESSAGES = [{"role": "user", "content": "x"}]
 MODES = (None, True, False)  # enable_thinking: not said, on, off
@@ -62,13 +61,11 @@ def check_template(cfg: Config, endings: Endings | None) -> Check:
     """Check that every recorded chat prompt ends as the engine ends one in the same mode."""
     if endings is None:
         return Check("template", "the target has no chat template", "skip")
-    rows = read_traffic(cfg.path("traffic"), target_id(cfg.target_path), "train")
-    found = Counter(
-        judge(endings, prompt, mode)
-        for prompt, mode in zip(
-            rows["prompt_ids"].to_pylist(), rows["thinking"].to_pylist(), strict=True
-        )
-    )
+    rows = selected(cfg, "train")
+    found: Counter[str] = Counter()
+    for batch in with_tokens(cfg, rows, ["prompt_ids", "thinking"]):
+        prompts, modes = batch["prompt_ids"].to_pylist(), batch["thinking"].to_pylist()
+        found.update(judge(endings, p, mode) for p, mode in zip(prompts, modes, strict=True))
     text = (
         f"{found['same']} of {rows.num_rows} training prompts end as the engine ends them, "
         f"{found['other']} otherwise, {found['none']} are not chat prompts"

@@ -2,39 +2,58 @@
 needed. The next step's batches are made while this step is computed.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from dflash.batches import Sample, first_tokens, valid_anchors
+from dflash.batches import Sample, valid_anchors
 from dflash.domain_mix import block_tokens, replay_mix
-from dflash.identity import target_id
-from dflash.replay import Request
 from jobs.base.config import Config
-from jobs.base.target_facts import target_config, target_taps
-from jobs.dataset.samples import captured, features_folder, make_request, make_sample
-from jobs.training.runs import Pin, PinnedRow, pinned_rows
+from jobs.dataset.samples import (
+    Requests,
+    captured_top_k,
+    feature_cache,
+    harvested,
+    stored_top,
+    with_features,
+    with_tokens,
+)
+from jobs.training.mapped import (
+    TOKENS,
+    TOP,
+    MappedSamples,
+    mapped,
+    token_batches,
+    top_batches,
+)
+from jobs.training.runs import Pin
 from store.features import FeatureCache, ids_digest
-from store.shards import shard_paths
 
 T = TypeVar("T")
 GIB = 1 << 30
-NO_FEATURES = torch.empty(0, 0, dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class TrainingSet:
     """Samples without features: first `num_main` of train.domain (or all), then the others."""
 
-    samples: list[Sample]
+    samples: MappedSamples
     num_main: int
     share: float
     """Share of the picks that come from the others (dflash/domain_mix.py)."""
     block_tokens: list[float]
     """Mean supervised slots that each sample gives when it is drawn once."""
+    lengths: list[int]
+    """Tokens of each sample."""
+    supervised: int
+    """Supervised tokens of all samples."""
+    most_anchors: int
+    """Anchors of the sample that has the most."""
     num_skipped: int
     """Samples that were left out: without two supervised tokens in a row they have no anchor."""
     digests: dict[str, bytes]
@@ -42,95 +61,102 @@ class TrainingSet:
     num_cut: int
     """Samples that train.max_length shortens to their beginning."""
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sample."""
-        return [len(sample.ids) for sample in self.samples]
 
-
-def training_set(cfg: Config, pin: Pin, num_drafts: int) -> TrainingSet:
+def training_set(cfg: Config, pin: Pin, num_drafts: int, write: bool = True) -> TrainingSet:
     """The pinned train samples that train.domain and train.mix ask for, each cut to
     train.max_length, with the target's log-probabilities if train.loss needs them. Reads no
-    features.
+    features. Its token ids are in files of the scratch folder (jobs/training/mapped.py), or in
+    memory if not `write`.
 
     Raises ValueError if no sample has an anchor, and for a domain or mix without samples.
     """
-    top = captured(cfg)
-    found = [
-        make_sample(row, NO_FEATURES, *top.get(row["sample_id"], ()))
-        for row in read_rows(cfg, pin.train)
-    ]
-    digests = {sample.sample_id: ids_digest(sample.ids.numpy()) for sample in found}
-    longest = cfg.train.max_length or max((len(s.ids) for s in found), default=0)
-    cut = [first_tokens(sample, longest) for sample in found]
-    kept = [sample for sample in cut if len(valid_anchors(sample.loss_mask))]
+    every = _mapped_samples(cfg, pin, write)
+    blocks = (cfg.train.anchors, num_drafts, cfg.train.random_block)
+    longest = cfg.train.max_length
+    kept, domains, tokens, lengths, anchors, digests = [], [], [], [], [], {}
+    supervised, num_cut = [], 0
+    for i in range(len(every)):
+        whole, sample = every.whole(i), every[i]
+        if not len(valid := valid_anchors(sample.loss_mask)):
+            continue
+        kept.append(i)
+        domains.append(sample.domain)
+        tokens.append(block_tokens(sample.loss_mask, *blocks))
+        lengths.append(len(sample.ids))
+        anchors.append(len(valid))
+        supervised.append(int(sample.loss_mask.sum()))
+        digests[sample.sample_id] = ids_digest(whole.ids.numpy())
+        num_cut += len(sample.ids) < len(whole.ids)
     if not kept:
-        within = (
-            f" in its first {longest} tokens (train.max_length)" if cfg.train.max_length else ""
-        )
+        within = f" in its first {longest} tokens (train.max_length)" if longest else ""
         raise ValueError(
-            f"none of {len(found)} training samples has two supervised tokens in a row{within}: "
+            f"none of {len(every)} training samples has two supervised tokens in a row{within}: "
             "look at loss_mask in traffic/, or ingest more conversations"
         )
-    blocks = (cfg.train.anchors, num_drafts, cfg.train.random_block)
-    tokens = [block_tokens(s.loss_mask, *blocks) for s in kept]
-    mix = replay_mix([s.domain for s in kept], tokens, cfg.train.domain, cfg.train.mix)
+    mix = replay_mix(domains, tokens, cfg.train.domain, cfg.train.mix)
     order = (*mix.main, *mix.others)
     return TrainingSet(
-        [kept[i] for i in order],
-        len(mix.main),
-        mix.share,
-        [tokens[i] for i in order],
-        len(found) - len(kept),
-        digests,
-        sum(len(sample.ids) > longest for sample in found),
+        samples=every.subset([kept[i] for i in order]),
+        num_main=len(mix.main),
+        share=mix.share,
+        block_tokens=[tokens[i] for i in order],
+        lengths=[lengths[i] for i in order],
+        supervised=sum(supervised[i] for i in order),
+        most_anchors=max(anchors[i] for i in order),
+        num_skipped=len(every) - len(kept),
+        digests=digests,
+        num_cut=num_cut,
     )
 
 
-def val_rows(cfg: Config, pin: Pin) -> list[dict[str, Any]]:
-    """Pinned greedy val rows with at least one round, at most train.val_samples of each domain."""
-    taken: dict[str, list[dict[str, Any]]] = {}
-    for row in read_rows(cfg, pin.val):
-        of_domain = taken.setdefault(row["domain"], [])
-        usable = row["temperature"] == 0.0 and len(row["output_ids"]) > 1
-        if usable and len(of_domain) < cfg.train.val_samples:
-            of_domain.append(row)
-    return [row for name in sorted(taken) for row in taken[name]]
+def _mapped_samples(cfg: Config, pin: Pin, write: bool) -> MappedSamples:
+    rows, top_k = pin.train, captured_top_k(cfg)
+    names = rows["sample_id"].combine_chunks()
+    top = None
+    tokens = token_batches(rows, with_tokens(cfg, rows))
+    tops = top_batches(stored_top(cfg, harvested(cfg, names))) if top_k else ()
+    if write:
+        folder = cfg.path("training_data")
+        tokens = mapped(folder / f"tokens-{pin.key}.arrow", TOKENS, tokens)
+        if top_k:
+            top = mapped(folder / f"top-{pin.key}-{top_k}.arrow", TOP, tops)
+    else:
+        tokens = pa.Table.from_batches(tokens, TOKENS)
+        top = pa.Table.from_batches(tops, TOP) if top_k else None
+    return MappedSamples(tokens, names, top, top_k, cfg.train.max_length)
 
 
-def val_requests(cfg: Config, pin: Pin) -> list[tuple[str, Request]]:
+def val_rows(cfg: Config, pin: Pin) -> pa.Table:
+    """Pinned greedy val rows with at least one round, at most train.val_samples of each domain,
+    ordered by domain.
+    """
+    greedy = (pc.field("temperature") == 0.0) & (pc.field("output_tokens") > 1)
+    rows = pin.val.filter(greedy).sort_by([("domain", "ascending"), ("sample_id", "ascending")])
+    domains = np.array(rows["domain"].to_pylist(), object)
+    _, starts, counts = np.unique(domains.astype(str), return_index=True, return_counts=True)
+    taken = [
+        start + i
+        for start, count in sorted(zip(starts.tolist(), counts.tolist(), strict=True))
+        for i in range(min(count, cfg.train.val_samples))
+    ]
+    return rows.take(pa.array(taken, pa.int64()))
+
+
+def val_requests(cfg: Config, pin: Pin) -> list[tuple[str, Any]]:
     """(domain, request with features) of `val_rows`."""
     rows = val_rows(cfg, pin)
-    digests = {
-        row["sample_id"]: ids_digest([*row["prompt_ids"], *row["output_ids"]]) for row in rows
-    }
-    features = feature_cache(cfg, pin, digests, budget=0)
-    return [(row["domain"], make_request(row, features[row["sample_id"]])) for row in rows]
+    domains = dict(zip(rows["sample_id"].to_pylist(), rows["domain"].to_pylist(), strict=True))
+    tokens = {r["sample_id"]: r for batch in with_tokens(cfg, rows) for r in batch.to_pylist()}
+    found: Requests = with_features(cfg, [tokens[name] for name in domains])
+    return [(domains[request.sample_id], request) for request in found]
 
 
-def read_rows(cfg: Config, pinned: Sequence[PinnedRow]) -> Iterator[dict[str, Any]]:
-    """The pinned samples with their prompt and output ids."""
-    return pinned_rows(cfg, pinned, ["prompt_ids", "output_ids"])
-
-
-def feature_cache(
-    cfg: Config, pin: Pin, digests: Mapping[str, bytes], budget: float, max_length: int = 0
-) -> FeatureCache:
-    """The features of the samples in `digests` (sample id -> `ids_digest` of its tokens), cut to
-    `max_length` tokens; 0: uncut. At most `budget` bytes of them are kept in memory.
-
-    If several files hold a sample, the file named in the pin is used.
+def training_features(cfg: Config, data: TrainingSet) -> FeatureCache:
+    """The features of a training set, cut as its samples are. At most train.cache_gib of them are
+    kept in memory.
     """
-    identity, files = target_id(cfg.target_path), set(pin.files)
-    return FeatureCache(
-        sorted(shard_paths(features_folder(cfg, identity)), key=lambda path: path.name in files),
-        identity,
-        list(target_taps(cfg)),
-        target_config(cfg)["hidden_size"],
-        digests,
-        budget,
-        max_length,
-    )
+    budget = cfg.train.cache_gib * GIB
+    return feature_cache(cfg, data.digests, budget, max_length=cfg.train.max_length)
 
 
 class LazySamples(Sequence[Sample]):

@@ -52,10 +52,9 @@ from jobs.base.drafter_shape import export_dtype
 from jobs.base.target_facts import target_config
 from jobs.tracking.mlflow_runs import Tracker
 from jobs.training.feed import (
-    GIB,
     LazySamples,
-    feature_cache,
     prefetched,
+    training_features,
     training_set,
     val_requests,
 )
@@ -66,7 +65,6 @@ from jobs.training.states import (
     has_ended,
     newest_state,
     read_state,
-    states_folder,
     write_result,
 )
 from jobs.training.validation import Choice, as_exported, replay_val
@@ -75,7 +73,7 @@ from jobs.training.validation import Choice, as_exported, replay_val
 def worker(config: dict[str, Any]) -> None:
     """One rank, as Ray Train calls it. A restarted group continues from the newest state."""
     cfg, name, context = config["cfg"], config["name"], ray.train.get_context()
-    folder, rank = states_folder(cfg, name), context.get_world_rank()
+    rank = context.get_world_rank()
     if has_ended(cfg, name):  # in the group before a restart, a rank ended the run
         ray.train.report({})
         return
@@ -85,10 +83,10 @@ def worker(config: dict[str, Any]) -> None:
     except NonFiniteLoss as error:  # every rank raises it, and every retry would
         result = {"error": str(error)}
         if rank == 0:
-            write_result(folder, result)
+            write_result(cfg, name, result)
     except ValueError as error:  # from data, features or a state; maybe on this rank only
         result = {"stopped": str(error)}
-        write_result(folder, result)
+        write_result(cfg, name, result)
         if context.get_world_size() > 1:
             raise  # Ray then ends the other ranks, which wait for this one
     # The report is a barrier: no rank leaves before the export and the result are written.
@@ -97,14 +95,14 @@ def worker(config: dict[str, Any]) -> None:
 
 def _run(loop: "Loop", drafter: Path) -> dict[str, Any]:
     """Train from the newest state to the end; rank 0 writes the result and the drafter."""
-    newest = newest_state(loop.folder)
+    newest = newest_state(loop.cfg, loop.name)
     if newest is not None:
         loop.load(read_state(newest))
     with loop.tracker.system_metrics() if loop.rank == 0 else nullcontext():
         loop.train()
     result = loop.metrics()
     if loop.rank == 0:
-        write_result(loop.folder, result)  # before the export: a drafter folder marks the end
+        write_result(loop.cfg, loop.name, result)  # before the export: a drafter folder marks the end
         loop.export(drafter)
     return result
 
@@ -114,7 +112,7 @@ class Loop:
 
     def __init__(self, cfg: Config, name: str, shape: DrafterConfig, tracker: Tracker):
         self.cfg, self.train_cfg, self.tracker = cfg, cfg.train, tracker
-        self.folder, self.progress = states_folder(cfg, name), progress_file(cfg, name)
+        self.name, self.progress = name, progress_file(cfg, name)
         context = ray.train.get_context()
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
         self.device = ray.train.torch.get_device()
@@ -148,9 +146,7 @@ class Loop:
         cfg, shape = self.train_cfg, self.drafter.cfg
         self.val = val_requests(self.cfg, pin)
         self.data = training_set(self.cfg, pin, shape.num_drafts)
-        features = feature_cache(
-            self.cfg, pin, self.data.digests, cfg.cache_gib * GIB, cfg.max_length
-        )
+        features = training_features(self.cfg, self.data)
         self.samples = LazySamples(self.data.samples, features)
         self.lengths = self.data.lengths
         self.labels = choose_labels(cfg.loss, len(self.head))
@@ -302,7 +298,7 @@ class Loop:
             state["averaged"] = whole_state(self.averaged, [])
         self._log({})  # before the state: a resumed run would never log these steps
         if self.rank == 0:
-            commit_state(self.folder, self.step, state)
+            commit_state(self.cfg, self.name, self.step, state)
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state of `_save`."""

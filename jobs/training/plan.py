@@ -5,9 +5,9 @@ from collections import Counter
 from typing import Any
 
 import psutil
+import pyarrow as pa
 import torch
 
-from dflash.batches import valid_anchors
 from dflash.checkpoint import read_config
 from dflash.drafter_config import DrafterConfig
 from dflash.lora import add_lora
@@ -20,11 +20,11 @@ from jobs.base.console import console, print_table, short_name, some_names
 from jobs.base.devices import compute_device
 from jobs.base.drafter_shape import drafter_config, export_dtype, misfits
 from jobs.base.target_facts import target_config
-from jobs.dataset.samples import captured_top_k
+from jobs.dataset.samples import CACHE_BYTES, captured_top_k
 from jobs.dataset.slices import largest_rows
 from jobs.training.feed import GIB, TrainingSet, training_set, val_rows
 from jobs.training.runs import choose_run, missing
-from jobs.training.states import KEEP, newest_state, state_step, states_folder
+from jobs.training.states import KEEP, newest_state, state_step
 
 PROCESS_BYTES = 700 << 20
 """A worker with torch, Ray and MLflow imported, before it loads anything (measured, Linux)."""
@@ -60,16 +60,16 @@ def _other_taps(field: str, base: DrafterConfig) -> str:
     return f"; put drafter.taps={taps} into the config file and run `flywheel harvest`"
 
 
-def check_val(cfg: Config, val: list[dict[str, Any]]) -> None:
+def check_val(cfg: Config, val: pa.Table) -> None:
     """Raise ValueError when the settings need val requests that do not exist."""
-    domains = {row["domain"] for row in val}
+    domains = set(val["domain"].to_pylist())
     if cfg.train.domain and domains and cfg.train.domain not in domains:
         raise ValueError(
             f"no greedy val request of train.domain {cfg.train.domain!r} (there are: "
             f"{some_names(domains)}): nothing can choose its weights; ingest more "
             "conversations or raise ingest.val_percent"
         )
-    if cfg.train.patience and not val:
+    if cfg.train.patience and not domains:
         raise ValueError("train.patience needs greedy val requests: raise ingest.val_percent")
 
 
@@ -86,7 +86,7 @@ def make_plan(cfg: Config) -> Facts:
     shape = run_shape(cfg)
     chosen = choose_run(cfg, shape)
     name, pin = chosen.name, chosen.pin
-    data, val = training_set(cfg, pin, shape.num_drafts), val_rows(cfg, pin)
+    data, val = training_set(cfg, pin, shape.num_drafts, write=False), val_rows(cfg, pin)
     check_val(cfg, val)
     memory = memory_plan(cfg, shape, data, val)
     return {
@@ -98,8 +98,8 @@ def make_plan(cfg: Config) -> Facts:
         "features": features,
         **_amount(cfg, data),
         "checkpoints": _checkpoints(cfg),
-        "validations": _validations(cfg) if val else 0,
-        "val_requests": dict(Counter(row["domain"] for row in val)),
+        "validations": _validations(cfg) if val.num_rows else 0,
+        "val_requests": dict(Counter(val["domain"].to_pylist())),
         "chosen_by": _chosen_by(cfg, val),
         "memory_bytes": memory,
         "disk_bytes": disk_plan(cfg, shape),
@@ -107,11 +107,11 @@ def make_plan(cfg: Config) -> Facts:
 
 
 def _start(cfg: Config, name: str, features: str) -> Facts:
-    if cfg.path("drafters", name, "config.json").is_file():
+    if cfg.place("drafters", name).has("config.json"):
         return {"does": "reuse", "first_step": cfg.train.steps}
     if features != COMPLETE:
         return {"does": "refuse", "first_step": 0}
-    newest = newest_state(states_folder(cfg, name))
+    newest = newest_state(cfg, name)
     if newest is None:
         return {"does": "start", "first_step": 0}
     return {"does": "resume", "first_step": state_step(newest)}
@@ -130,7 +130,7 @@ def _amount(cfg: Config, data: TrainingSet) -> Facts:
         "samples_without_anchor": data.num_skipped,
         "samples_cut": data.num_cut,
         "tokens": sum(data.lengths),
-        "supervised_tokens": sum(int(s.loss_mask.sum()) for s in data.samples),
+        "supervised_tokens": data.supervised,
         "block_tokens_per_step": train.batch_size * mean,
         **{f"epochs{name}": picks * share / len(part) for name, part, share in parts},
     }
@@ -148,8 +148,8 @@ def _checkpoints(cfg: Config) -> str:
     return f"every {every} steps and the last; {KEEP} are kept, with the best weights in each"
 
 
-def _chosen_by(cfg: Config, val: list[dict[str, Any]]) -> str:
-    if not val:
+def _chosen_by(cfg: Config, val: pa.Table) -> str:
+    if not val.num_rows:
         return "nothing: no greedy val request, the last weights are exported"
     what = f"tau of {short_name(cfg.train.domain)}" if cfg.train.domain else "pooled tau"
     if not cfg.train.base or cfg.train.max_slice_loss >= 1:
@@ -159,7 +159,7 @@ def _chosen_by(cfg: Config, val: list[dict[str, Any]]) -> str:
 
 
 def memory_plan(
-    cfg: Config, shape: DrafterConfig, data: TrainingSet, val: list[dict[str, Any]]
+    cfg: Config, shape: DrafterConfig, data: TrainingSet, val: pa.Table
 ) -> dict[str, int]:
     """Estimated bytes of memory of rank 0, the largest worker, by purpose."""
     train = cfg.train
@@ -169,9 +169,9 @@ def memory_plan(
     share = -(-train.batch_size // train.workers)
     in_forward = min(train.micro_batch or share, share)
     longest = max(data.lengths)
-    anchors = min(train.anchors, max(len(valid_anchors(s.loss_mask)) for s in data.samples))
+    anchors = min(train.anchors, data.most_anchors)
     borrowed = 1 if ties_embeddings(cfg.target_path) else 2
-    harvested = all(s.top_ids is not None for s in data.samples)
+    harvested = data.samples.top is not None
     labels = choose_labels(train.loss if harvested else "ce", shape.vocab_size)
     candidates = len(named_tokens(data.samples, labels)) + train.random_candidates
     candidates = min(candidates, shape.vocab_size)
@@ -181,13 +181,13 @@ def memory_plan(
         shape, train.optimizer, train.workers if train.shard == "fsdp" else 1, *lora
     )
     whole = model_bytes(shape, train.optimizer, 1)["weights"]
-    val_tokens = sum(len(row["prompt_ids"]) + len(row["output_ids"]) for row in val)
+    val_tokens = sum(sum(val[c].to_pylist()) for c in ("prompt_tokens", "output_tokens"))
     return {
         "process": PROCESS_BYTES,
         "embedding and head": borrowed * shape.vocab_size * shape.hidden_size * dtype.itemsize,
         **model,
         "best weights": whole,
-        "weights that are validated": whole // 4 * dtype.itemsize if val else 0,
+        "weights that are validated": whole // 4 * dtype.itemsize if val.num_rows else 0,
         "average of weights": model["weights"] if train.ema else 0,
         "exchange with other workers": whole if train.workers > 1 else 0,
         "activations": activation_bytes(shape, in_forward, longest, anchors, dtype),
@@ -195,10 +195,7 @@ def memory_plan(
         "two steps of features": 2 * share * longest * width * dtype.itemsize,
         "two steps of labels": 2 * share * anchors * shape.num_drafts * entry,
         "feature cache": min(2 * width * sum(data.lengths), int(train.cache_gib * GIB)),
-        "val features": 2 * width * val_tokens,
-        "log-probabilities": sum(
-            t.nbytes for s in data.samples for t in (s.top_ids, s.top_logprobs) if t is not None
-        ),
+        "val features": min(2 * width * val_tokens, CACHE_BYTES),
     }
 
 

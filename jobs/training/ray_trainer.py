@@ -12,7 +12,7 @@ from jobs.base.cluster import cpus_each
 from jobs.base.config import Config
 from jobs.training.loop import progress_file, worker
 from jobs.training.progress import follow
-from jobs.training.states import has_ended, read_result, states_folder
+from jobs.training.states import has_ended, read_result
 
 RETRIES = 2
 
@@ -26,7 +26,6 @@ def fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[s
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         # How often Ray asks the workers whether they are ready or done. Its default is 2 s.
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")
-    folder = states_folder(cfg, name)
     trainer = TorchTrainer(
         worker,
         train_loop_config={"cfg": cfg, "name": name, "shape": shape, "mlflow_run": mlflow_run},
@@ -45,7 +44,7 @@ def fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[s
     except ray.train.TrainingFailedError as error:
         if not has_ended(cfg, name):
             raise ValueError(f"training {name} failed: {_cause(error)}") from error
-    result = read_result(folder)
+    result = read_result(cfg, name)
     if said := result.get("error") or result.get("stopped"):
         raise ValueError(said)
     return result

@@ -1,57 +1,90 @@
 """Which samples a training run learns from (its pin), and which run a command is about.
 
-When a run begins, it writes the samples that it found in traffic/ to its pin,
-<work>/runs/<name>/pin-<recipe>.json. Its workers, restarted workers and the same command on another
-day read the pin, so traffic that arrives later changes nothing. The pin has ids, domains,
-temperatures and supervised spans, but no tokens: what is deleted from traffic/ must be gone. A run
-that needs deleted samples cannot go on.
+When a run begins, it writes the selected samples to its pin, <work>/runs/<name>/pin-<recipe>.parquet.
+Its workers, restarted workers and the same command on another day read the pin, so a later
+selection changes nothing. The pin has ids, domains, temperatures and supervised spans, but no
+tokens: what is deleted from traffic/ must be gone. A run that needs deleted samples cannot go on.
+It also names the versions of the tables that it was made from.
 """
 
+import hashlib
 import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from dflash.checkpoint import drafter_sha256
 from dflash.drafter_config import DrafterConfig
 from dflash.identity import target_id
 from jobs.base.config import Config
 from jobs.base.settings import split_identity
-from jobs.dataset.samples import captured_top_k, features_folder, none_of_target, set_aside
-from jobs.registry.alias_lock import who
-from jobs.training.states import is_unfinished, newest_state, states_folder
+from jobs.dataset.samples import (
+    captured_top_k,
+    harvested,
+    none_of_target,
+    selected,
+    selection_version,
+    set_aside,
+    usable,
+    with_tokens,
+)
+from jobs.training.states import begun_at, is_unfinished, products
 from store.features import check_all_harvested
-from store.files import commit, exclusive, read_json
 from store.ids import short_hash
-from store.schemas import features_columns
-from store.shards import read_dataset, shard_paths
-from store.traffic_table import read_traffic
+from store.lease import lease
 
-PinnedRow = Sequence[Any]
-"""[sample_id, domain, temperature, supervised spans [[start, end], ...]]."""
+DECIDING = ("sample_id", "split", "domain", "temperature", "loss_mask")
+"""Columns of a pin that decide what a run learns."""
+PINNED = (*DECIDING, "conversation_id", "captured_at", "prompt_tokens", "output_tokens")
+VERSIONS = b"flywheel.versions"
 
 
 @dataclass(frozen=True)
 class Pin:
-    """Samples in sample_id order, and the names of the feature files that had them.
-
-    Those files are preferred, not required: features are a cache. If they are harvested again, they
-    are the same up to rounding.
+    """The samples of a run: SELECTION rows of the splits train and val, in sample_id order, and the
+    versions of the tables that they came from.
     """
 
-    train: Sequence[PinnedRow]
-    val: Sequence[PinnedRow]
-    files: Sequence[str]
+    rows: pa.Table
+    versions: dict[str, int | None]
 
-    def ids(self) -> list[str]:
-        """Every sample of the run."""
-        return [row[0] for row in (*self.train, *self.val)]
+    @property
+    def train(self) -> pa.Table:
+        """The rows that are learned from."""
+        return self.rows.filter(pc.field("split") == "train")
+
+    @property
+    def val(self) -> pa.Table:
+        """The rows that choose the weights."""
+        return self.rows.filter(pc.field("split") == "val")
+
+    @property
+    def key(self) -> str:
+        """A hash of the columns DECIDING, the same wherever it is computed."""
+        digest = hashlib.sha256()
+        for name in DECIDING:
+            for part in _parts(self.rows[name]):
+                digest.update(f"{name} {len(part)}:".encode() + part)
+        return digest.hexdigest()[:16]
+
+
+def _parts(column: pa.ChunkedArray) -> Iterator[bytes]:
+    """A column of a pin as bytes that do not depend on how Arrow divides it."""
+    if pa.types.is_list(column.type):
+        spans = column.combine_chunks()
+        yield pc.list_value_length(spans).to_numpy(zero_copy_only=False).tobytes()  # pyright: ignore[reportAttributeAccessIssue]
+        for end in ("start", "end"):
+            yield pc.struct_field(spans.flatten(), end).to_numpy(zero_copy_only=False).tobytes()  # pyright: ignore[reportAttributeAccessIssue]
+    elif pa.types.is_string(column.type):
+        yield json.dumps(column.to_pylist()).encode()
+    else:
+        yield column.to_numpy().astype(np.float64).tobytes()
 
 
 @dataclass(frozen=True)
@@ -74,56 +107,53 @@ def choose_run(cfg: Config, shape: DrafterConfig) -> Chosen:
     """
     now = live_pin(cfg)
     name, recipe = run_name(cfg, shape, now), run_recipe(cfg, shape)
-    begun = states_folder(cfg, name) / f"pin-{recipe}.json"
-    if cfg.path("drafters", name, "config.json").is_file() or begun.is_file():
-        return Chosen(name, read_pin(cfg, name, shape) if begun.is_file() else now)
+    begun = products(cfg, name).has(_file(recipe))
+    if begun or cfg.place("drafters", name).has("config.json"):
+        return Chosen(name, read_pin(cfg, name, shape) if begun else now)
     note = ""
-    for folder in [] if cfg.train.fresh else _unfinished(cfg, recipe):
-        pin = read_pin(cfg, folder.name, shape)
+    for other in [] if cfg.train.fresh else _unfinished(cfg, recipe):
+        pin = read_pin(cfg, other, shape)
         if lost := missing(cfg, pin):
-            note = f"run {folder.name} is unfinished and cannot go on ({lost}); {name} starts anew"
+            note = f"run {other} is unfinished and cannot go on ({lost}); {name} starts anew"
             continue
-        newer = len(set(now.ids()) - set(pin.ids()))
+        known = pa.chunked_array(pin.rows["sample_id"].chunks, pa.string()).combine_chunks()
+        newer = now.rows.filter(~pc.field("sample_id").isin(known)).num_rows
         note = (
-            f"run {folder.name} with {len(pin.train)} training samples is unfinished and goes on; "
-            f"{newer} samples have arrived since (train.fresh=true starts a run with them)"
+            f"run {other} with {len(pin.train)} training samples is unfinished and goes on; "
+            f"{newer} samples have been selected since (train.fresh=true starts a run with them)"
         )
-        return Chosen(folder.name, pin, newer, note)
+        return Chosen(other, pin, newer, note)
     return Chosen(name, now, note=note)
 
 
-def _unfinished(cfg: Config, recipe: str) -> list[Path]:
-    """Folders of this recipe's runs that were interrupted after a first state, the latest first."""
-    folders = [path.parent for path in cfg.path("runs").glob(f"*/pin-{recipe}.json")]
-    states = {folder: newest_state(folder) for folder in folders if is_unfinished(cfg, folder.name)}
-    begun = {folder: path.stat().st_mtime for folder, path in states.items() if path is not None}
-    return sorted(begun, key=begun.__getitem__, reverse=True)
+def _file(recipe: str) -> str:
+    return f"pin-{recipe}.parquet"
+
+
+def _unfinished(cfg: Config, recipe: str) -> list[str]:
+    """Names of this recipe's runs that were interrupted after a first state, the latest first."""
+    runs = [f.name.partition("/")[0] for f in cfg.place("runs").objects() if _is_pin(f.name, recipe)]
+    begun = {name: begun_at(cfg, name) for name in runs if is_unfinished(cfg, name)}
+    return sorted((n for n, at in begun.items() if at), key=lambda n: begun[n] or 0.0, reverse=True)
+
+
+def _is_pin(name: str, recipe: str = "") -> bool:
+    file = name.rpartition("/")[2]
+    return file == _file(recipe) if recipe else file.startswith("pin-") and file.endswith(".parquet")
 
 
 def live_pin(cfg: Config) -> Pin:
     """The pin of a run that begins now. Raises ValueError without training samples."""
-    identity = target_id(cfg.target_path)
-    train, val = (_pinned(cfg, identity, split) for split in ("train", "val"))
-    if not train:
+    versions = {
+        name: cfg.table(name).version() for name in ("traffic", "feature_index", "set_aside")
+    }
+    rows = usable(cfg, selected(cfg)).filter(pc.field("split") != "test").select(list(PINNED))
+    pin = Pin(rows, {"selection": selection_version(cfg), **versions})
+    if not pin.train.num_rows:
         raise none_of_target(
-            cfg, "training sample", "run `flywheel ingest` with more conversations"
+            cfg, "training sample", "run `flywheel ingest` and `flywheel select` with more traffic"
         )
-    return Pin(train, val, [path.name for path in shard_paths(features_folder(cfg, identity))])
-
-
-def _pinned(cfg: Config, identity: str, split: str) -> list[PinnedRow]:
-    table = read_traffic(cfg.path("traffic"), identity, split)
-    table, aside = table.select(["sample_id", "domain", "temperature", "loss_mask"]), set_aside(cfg)
-    return [
-        [row["sample_id"], row["domain"], row["temperature"], _spans(row)]
-        for batch in table.to_batches(max_chunksize=1024)
-        for row in batch.to_pylist()
-        if row["sample_id"] not in aside
-    ]
-
-
-def _spans(row: dict[str, Any]) -> list[list[int]]:
-    return [[span["start"], span["end"]] for span in row["loss_mask"]]
+    return pin
 
 
 def run_name(cfg: Config, shape: DrafterConfig, pin: Pin) -> str:
@@ -132,7 +162,7 @@ def run_name(cfg: Config, shape: DrafterConfig, pin: Pin) -> str:
 
     How it is executed (workers, device, ...) is left out: a run may be resumed with other values.
     """
-    parts = [target_id(cfg.target_path), pin.train, pin.val, asdict(shape), run_settings(cfg)]
+    parts = [target_id(cfg.target_path), pin.key, asdict(shape), run_settings(cfg)]
     return f"drafter-{short_hash(parts)[:12]}"
 
 
@@ -152,19 +182,27 @@ def run_settings(cfg: Config) -> dict[str, Any]:
 
 def write_pin(cfg: Config, chosen: Chosen, shape: DrafterConfig) -> None:
     """Write the pin of a run that begins; an existing pin is kept."""
-    path = states_folder(cfg, chosen.name) / f"pin-{run_recipe(cfg, shape)}.json"
-    data = json.dumps(asdict(chosen.pin)).encode()
-    commit(path, lambda stream: stream.write(data), overwrite=False)
+    metadata = {VERSIONS: json.dumps(chosen.pin.versions).encode()}
+    sink = pa.BufferOutputStream()
+    pq.write_table(chosen.pin.rows.replace_schema_metadata(metadata), sink, compression="zstd")
+    file = _file(run_recipe(cfg, shape))
+    products(cfg, chosen.name).create(file, sink.getvalue().to_pybytes())
 
 
 def read_pin(cfg: Config, name: str, shape: DrafterConfig) -> Pin:
     """The pin of the run `name`. Raises ValueError if it is damaged: its hash is not that name."""
-    path = states_folder(cfg, name) / f"pin-{run_recipe(cfg, shape)}.json"
-    fix = "move the run's folder away, and the same command begins it anew"
-    found = read_json(path, ["train", "val", "files"], fix)
-    pin = Pin(**found)
-    if run_name(cfg, shape, pin) != name:
-        raise ValueError(f"{path} is damaged (it is not the pin of {name}): {fix}")
+    place, file = products(cfg, name), _file(run_recipe(cfg, shape))
+    try:
+        rows = pq.read_table(place.open(file))
+        pin = Pin(rows, json.loads((rows.schema.metadata or {})[VERSIONS]))
+        damage = "" if run_name(cfg, shape, pin) == name else f"it is not the pin of {name}"
+    except (pa.ArrowInvalid, KeyError, ValueError) as error:
+        damage, pin = str(error), None
+    if damage or pin is None:
+        raise ValueError(
+            f"{place}/{file} is damaged ({damage}): move the run's folder away, and the same command "
+            "begins it anew"
+        )
     return pin
 
 
@@ -172,61 +210,39 @@ def learned(cfg: Config, name: str) -> set[str]:
     """Ids of the training samples that the run `name` is pinned to; empty for a drafter that was
     trained elsewhere.
     """
-    pins = states_folder(cfg, name).glob("pin-*.json")
-    return {row[0] for pin in pins for row in read_json(pin, ["train"])["train"]}
+    place = products(cfg, name)
+    found: set[str] = set()
+    for item in place.objects():
+        if _is_pin(item.name):
+            rows = pq.read_table(place.open(item.name), columns=["sample_id", "split"])
+            found.update(rows.filter(pc.field("split") == "train")["sample_id"].to_pylist())
+    return found
 
 
 def missing(cfg: Config, pin: Pin) -> str:
     """Which samples or features of a pinned run are missing now, in words; "" if none are."""
-    wanted, identity = pin.ids(), target_id(cfg.target_path)
-    if aside := sorted(set_aside(cfg).intersection(wanted)):
+    wanted = set(pin.rows["sample_id"].to_pylist())
+    if aside := sorted(set_aside(cfg) & wanted):
         return f"{len(aside)} of its samples are set aside now, for instance {aside[0]}"
-    table = read_traffic(cfg.path("traffic"), identity)
-    if gone := sorted(set(wanted).difference(table["sample_id"].to_pylist())):
+    batches = with_tokens(cfg, pin.rows, [])
+    there = {name for batch in batches for name in batch["sample_id"].to_pylist()}
+    if gone := sorted(wanted - there):
         return f"{len(gone)} of its samples are not in traffic/ any more, for instance {gone[0]}"
-    folder, columns = features_folder(cfg, identity), features_columns(cfg.harvest.top_k)
-    known = set(read_dataset(folder, columns, columns=["sample_id"])["sample_id"].to_pylist())
     try:
-        check_all_harvested(known, wanted)
+        check_all_harvested(harvested(cfg, wanted)["sample_id"].to_pylist(), wanted)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def pinned_rows(
-    cfg: Config, pinned: Sequence[PinnedRow], columns: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """TRAFFIC rows of pinned samples, in the order of the pin: these columns and what the pin has.
-    Only a few rows at a time are Python lists. Raises ValueError if a sample is gone.
-    """
-    table = read_traffic(cfg.path("traffic"), target_id(cfg.target_path))
-    table = table.select(["sample_id", *columns])
-    names = pa.array([row[0] for row in pinned], pa.string())
-    table = table.filter(pc.field("sample_id").isin(names))
-    if len(table) < len(pinned):
-        raise ValueError(
-            f"{len(pinned) - len(table)} of {len(pinned)} samples of this run are not in "
-            f"{cfg.path('traffic')} any more: run `flywheel train` again, which starts a new one"
-        )
-    waiting = iter(pinned)
-    for batch in table.to_batches(max_chunksize=1024):
-        for row in batch.to_pylist():
-            name, domain, temperature, spans = next(waiting)
-            assert row["sample_id"] == name, "pins and traffic are in sample_id order"
-            mask = [{"start": start, "end": end} for start, end in spans]
-            yield row | {"domain": domain, "temperature": temperature, "loss_mask": mask}
-
-
 @contextmanager
 def only_one(cfg: Config, name: str) -> Iterator[None]:
-    """Be the only command that trains this run: two would write the same states and metrics. Raises
-    ValueError if another one trains it.
+    """Be the only command, on any host, that trains this run: two would write the same states and
+    metrics. Raises ValueError if another one trains it.
     """
-    path = cfg.path("runs", f".{name}.lock")
-    with exclusive(path, f"{who()}, process {os.getpid()}") as other:
-        if other:
-            raise ValueError(
-                f"run {name} is being trained by {other} (lock {path}): wait for it to end, or "
-                "stop it"
-            )
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lease(cfg.place("leases", f"train-{name}"), wait=0.0))
+        except ValueError as error:
+            raise ValueError(f"run {name} is being trained by another command: {error}") from error
         yield

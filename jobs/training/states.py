@@ -1,72 +1,94 @@
-"""Resumable states of a training run: <work>/runs/<name>/step-00000055.pt, the newest KEEP.
+"""Resumable states of a training run: runs/<name>/step-00000055.pt, the newest KEEP.
 
-A state is one file, committed like every other (store/files.py). A file at its final name is
-complete, even if a writer was killed. So the newest file is the newest complete state.
+A state is written to the scratch folder and, if `work` is a bucket, copied there, so that workers on
+other nodes find it. A file at its final name is complete, even if a writer was killed. So the newest
+file is the newest complete state.
 """
 
-import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from jobs.base.config import Config
-from store.files import commit, read_json, sweep
+from store.files import commit, sweep
+from store.place import Place, read_json, write_json
 
 KEEP = 2
 RESULT = "result.json"
 
 
-def write_result(folder: Path, result: dict[str, Any]) -> None:
+def products(cfg: Config, name: str) -> Place:
+    """What other hosts see of the run `name`: its pins, result and states."""
+    return cfg.place("runs", name)
+
+
+def write_result(cfg: Config, name: str, result: dict[str, Any]) -> None:
     """Write a worker's result for the driver: metrics, or `error` for a failure that the run would
     repeat, or `stopped` for a failure whose cause can be removed.
     """
-    commit(folder / RESULT, lambda stream: stream.write(json.dumps(result).encode()))
+    write_json(products(cfg, name), RESULT, result)
 
 
-def read_result(folder: Path) -> dict[str, Any]:
-    """What `write_result` wrote.
+def read_result(cfg: Config, name: str) -> dict[str, Any]:
+    """What `write_result` wrote; {} if nothing was.
 
     Ray Train's own report is not enough: without a checkpoint Ray (2.60) keeps its metrics only if
     it polls between the report and the end of the worker.
     """
-    return read_json(folder / RESULT)
+    return read_json(products(cfg, name), RESULT) or {}
 
 
-def has_result(folder: Path) -> bool:
-    """Whether a worker of this run has ended and written a result."""
-    return (folder / RESULT).is_file()
-
-
-def forget_result(folder: Path) -> None:
+def forget_result(cfg: Config, name: str) -> None:
     """Remove the result of an earlier command, before the run is trained further."""
-    (folder / RESULT).unlink(missing_ok=True)
+    products(cfg, name).delete([RESULT])
 
 
 def has_ended(cfg: Config, name: str) -> bool:
     """Whether the run failed, or its drafter is exported. A result alone is not enough: it is
     written before the export, which may be killed or find no disk space.
     """
-    folder = states_folder(cfg, name)
-    if not has_result(folder):
+    result = read_result(cfg, name)
+    if not result:
         return False
-    failed = not {"error", "stopped"}.isdisjoint(read_result(folder))
-    return failed or cfg.path("drafters", name, "config.json").is_file()
+    failed = not {"error", "stopped"}.isdisjoint(result)
+    return failed or cfg.place("drafters", name).has("config.json")
 
 
 def is_unfinished(cfg: Config, name: str) -> bool:
     """Whether the run can go on: it has not ended, or it stopped for a cause that may be gone."""
-    return not has_ended(cfg, name) or "stopped" in read_result(states_folder(cfg, name))
+    return not has_ended(cfg, name) or "stopped" in read_result(cfg, name)
 
 
 def states_folder(cfg: Config, name: str) -> Path:
-    """Where the states of the run `name` are; Ray Train keeps its own files there too."""
+    """Where the states of the run `name` are written; Ray Train keeps its own files there too."""
     return cfg.path("runs", name)
 
 
-def newest_state(folder: Path) -> Path | None:
-    """The state to resume from; None if there is none."""
-    return max(folder.glob("step-*.pt"), default=None)
+def newest_state(cfg: Config, name: str) -> Path | None:
+    """The state to resume from, copied from the bucket if the newest is there; None without one."""
+    folder, place = states_folder(cfg, name), products(cfg, name)
+    newest = max(folder.glob("step-*.pt"), default=None)
+    if not place.is_local:
+        there = max((f.name for f in place.objects() if _is_state(f.name)), default="")
+        if there > (newest.name if newest else ""):
+            partial = folder / f".{there}.partial"
+            place.save(there, partial)
+            newest = partial.rename(folder / there)
+    return newest
+
+
+def begun_at(cfg: Config, name: str) -> float | None:
+    """When the newest state of a run was written (seconds since 1970); None without one."""
+    place = products(cfg, name)
+    local = [p.stat().st_mtime for p in states_folder(cfg, name).glob("step-*.pt")]
+    there = [f.modified.timestamp() for f in place.objects() if _is_state(f.name)]
+    return max([*local, *there], default=None)
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith("step-") and name.endswith(".pt")
 
 
 def state_step(path: Path) -> int:
@@ -74,12 +96,17 @@ def state_step(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def commit_state(folder: Path, step: int, state: dict[str, Any]) -> Path:
+def commit_state(cfg: Config, name: str, step: int, state: dict[str, Any]) -> Path:
     """Write a state; then remove all but the newest KEEP, and files that killed writers left."""
+    folder, place = states_folder(cfg, name), products(cfg, name)
     path = folder / f"step-{step:08d}.pt"
     commit(path, lambda stream: torch.save(state, stream))
+    if not place.is_local:
+        place.write(path.name, path)
+        place.delete(sorted(f.name for f in place.objects() if _is_state(f.name))[:-KEEP])
     for old in sorted(folder.glob("step-*.pt"))[:-KEEP]:
-        old.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            old.unlink()
     sweep(folder)
     return path
 

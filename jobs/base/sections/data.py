@@ -36,6 +36,50 @@ class Ingest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Select:
+    """Traffic to selection/: which samples are learned from and judged on."""
+
+    days: int = setting(
+        0, "only traffic of this many days before the newest; 0: all of it", minimum=0
+    )
+    tokens: int = setting(20_000_000, "most tokens of all domains together", minimum=1)
+    domain_tokens: int = setting(5_000_000, "most tokens of one domain", minimum=1)
+    domains: list[str] = setting(
+        [], "other budgets, as DOMAIN=TOKENS; 0 leaves a domain out, * stands for those not named"
+    )
+    tenant_share: float = setting(
+        0.5, "most of a domain's budget that one of several tenants gets", minimum=0.0
+    )
+    per_prompt: int = setting(4, "most samples of one domain with the same prompt", minimum=1)
+    garbled: float = setting(
+        0.02,
+        "training samples are left out whose served share of accepted drafts is at most this",
+        minimum=-1.0,
+    )
+    looping: float = setting(
+        0.98,
+        "training samples are left out whose served share of accepted drafts is at least this",
+        minimum=0.0,
+    )
+    version: int = setting(
+        -1, "version of selection/ that later stages read; -1: the latest", minimum=-1
+    )
+
+    def __post_init__(self) -> None:
+        for entry in self.domains:
+            name, equals, tokens = entry.rpartition("=")
+            if not (equals and name and tokens.isdecimal()):
+                raise ValueError(
+                    f"select.domains: {entry!r} is not DOMAIN=TOKENS, for instance tickets=2000000"
+                )
+
+    def budget(self, domain: str) -> int:
+        """Most tokens of this domain."""
+        given = dict(entry.rpartition("=")[::2] for entry in self.domains)
+        return int(given.get(domain, given.get("*", self.domain_tokens)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Harvest:
     """Traffic to features/: one teacher-forced pass of the target."""
 

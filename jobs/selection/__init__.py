@@ -1,0 +1,3 @@
+"""Which samples of traffic/ are worth learning from. Only the stage `select` imports it; it imports
+`dataset` and `base`.
+"""

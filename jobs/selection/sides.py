@@ -1,0 +1,41 @@
+"""The rows of a selection: samples merged over all logs, each with the side of its group."""
+
+from collections.abc import Mapping
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jobs.base.config import Config
+from store.schemas import SELECTION
+from store.traffic_table import MERGED, regroup
+
+
+def earlier_sides(cfg: Config, target_id: str) -> dict[str, str]:
+    """{sample id: side} of the latest selection of this target."""
+    mine = pc.field("target_id") == target_id
+    found = cfg.table("selection").read(["sample_id", "split"], mine)
+    return dict(zip(found["sample_id"].to_pylist(), found["split"].to_pylist(), strict=True))
+
+
+def choose(
+    cfg: Config, target_id: str, names: pa.Array, earlier: Mapping[str, str]
+) -> tuple[pa.Table, int]:
+    """SELECTION rows of these samples, sorted by sample_id, and how many of them would be on another
+    side without the earlier selection. Reads their prompts, no answers.
+    """
+    columns = list(dict.fromkeys([*SELECTION.names, *MERGED]))
+    mine = pc.field("sample_id").isin(names) & (pc.field("target_id") == target_id)
+    rows = _wide(cfg.table("traffic").read(columns, mine))
+    unnamed = {"default", cfg.ingest.default_domain}
+    found = regroup(rows, unnamed, earlier)
+    moved = 0
+    if earlier:
+        free = regroup(rows, unnamed)["split"]
+        moved = pc.sum(pc.not_equal(found["split"], free)).as_py() or 0  # pyright: ignore[reportAttributeAccessIssue]
+    return found.select(SELECTION.names).cast(SELECTION), moved
+
+
+def _wide(rows: pa.Table) -> pa.Table:
+    """Prompts with 64-bit offsets: the prompts of all rows may have more than 2**31 tokens."""
+    place = rows.schema.get_field_index("prompt_ids")
+    return rows.set_column(place, "prompt_ids", rows["prompt_ids"].cast(pa.large_list(pa.int32())))
