@@ -63,7 +63,7 @@ def write_shard(place: Place, schema: pa.Schema, rows: Iterable[dict[str, Any]])
     # An object of that name that has other bytes is damaged.
     if not place.create(name, obstore.Bytes(data)) and place.read(name) != data:
         place.write(name, obstore.Bytes(data))
-    there = place.find(name)
+    there = place.head(name)
     if there is None:
         raise FileNotFoundError(f"{place}/{name} was deleted as soon as it was written; run again")
     return index_rows(place.name, there, found, datetime.now(UTC))
@@ -203,7 +203,7 @@ def _reading(place: Place, name: str, read: Callable[[], T]) -> T:
         try:
             return read()
         except (OSError, pa.ArrowInvalid) as error:
-            there = place.find(name)  # raises what is wrong with the store, if it is the store
+            there = place.head(name)  # raises what is wrong with the store, if it is the store
             if last or not there:
                 raise Damaged(place, name, f"cannot be read ({first_line(error)})") from error
     raise AssertionError("not reached")
