@@ -127,14 +127,18 @@ class Place:
         """Names of the folders directly below this place."""
         return sorted({found.name.partition("/")[0] for found in self.objects() if "/" in found.name})
 
+    def head(self, name: str) -> Found | None:
+        """What `objects` would say of the object of this name; None if there is none."""
+        if self._absent():
+            return None
+        with told(self, name), suppress(FileNotFoundError):
+            item = obstore.head(_store(self.root), self._key(name))
+            return Found(name, item["size"], item["last_modified"], item["e_tag"] or "")
+        return None
+
     def has(self, name: str) -> bool:
         """Whether there is an object of this name."""
-        if self._absent():
-            return False
-        with told(self, name), suppress(FileNotFoundError):
-            obstore.head(_store(self.root), self._key(name))
-            return True
-        return False
+        return self.head(name) is not None
 
     def delete(self, names: Collection[str]) -> None:
         """Delete objects; those that are gone already are no error."""
