@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 ROUNDS = 16
 """Fewest served rounds of a sample that say whether it is garbled or looping."""
 REASONS = {
-    "": "taken",
+    "": "it is new enough for every budget",
     "garbled": "the served drafter predicts almost nothing of it (select.garbled)",
     "looping": "the served drafter predicts nearly all of it (select.looping)",
     "same_prompt": "newer samples have the same prompt (select.per_prompt)",

@@ -24,7 +24,10 @@ def target(tmp_path_factory):
 @pytest.fixture
 def cfg(work_url, tmp_path, target) -> Config:
     scratch = tmp_path / "scratch"
-    return load(None, [f"work={work_url}", f"scratch={scratch}", f"target.path={target}"])
+    return load(
+        None,
+        [f"work={work_url}", f"scratch={scratch}", f"target.path={target}", "drafter.num_taps=3"],
+    )
 
 
 def row(cfg: Config, i: int, **more) -> dict:
@@ -146,15 +149,26 @@ def test_a_side_only_moves_towards_training(cfg):
     add(cfg, [row(cfg, 1, prompt_ids=first, conversation_id="", split_by_prompt="test", split="")])
     assert [r["split"] for r in taken(cfg)] == ["test"]
     older = row(cfg, 5, prompt_ids=first[:4], split_by_prompt="train", split="", conversation_id="")
-    add(cfg, [older, row(cfg, 2, prompt_ids=second, conversation_id="", split_by_prompt="val", split="")])
+    add(
+        cfg,
+        [
+            older,
+            row(cfg, 2, prompt_ids=second, conversation_id="", split_by_prompt="val", split=""),
+        ],
+    )
     assert [r["split"] for r in taken(cfg)] == ["train", "val", "train"]
     select.run(cfg.override("select", days=0))
-    add(cfg, [row(cfg, 9, prompt_ids=second[:4], conversation_id="", split_by_prompt="test", split="")])
+    add(
+        cfg,
+        [row(cfg, 9, prompt_ids=second[:4], conversation_id="", split_by_prompt="test", split="")],
+    )
     assert [r["split"] for r in taken(cfg)] == ["train", "val", "train", "val"]
 
 
 def test_without_traffic_it_says_what_to_run(cfg):
-    with pytest.raises(ValueError, match=r"has no sample of target .*: run `flywheel ingest` first"):
+    with pytest.raises(
+        ValueError, match=r"has no sample of target .*: run `flywheel ingest` first"
+    ):
         select.run(cfg)
     with pytest.raises(ValueError, match="flywheel ingest"):
         selected(cfg)
