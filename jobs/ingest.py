@@ -1,7 +1,7 @@
 """flywheel ingest [ingest.logs=PATH,...]
 
-Request logs -> <work>/traffic. One Ray task per log. The samples of a log are committed under a
-name made from its content and the rules, so a rerun reads only logs that are new or have changed.
+Request logs -> <work>/traffic. One Ray task per log, on a local disk or in a bucket. A rerun reads
+only logs that are new or have changed: what is known of a log goes by its content and the rules.
 When a log has grown, its new samples replace those of its shorter version.
 
 Records that are damaged or cannot be trusted are rejected. If their rate is significantly above
@@ -10,18 +10,14 @@ answer of an adapter, of one token, without consent ...) are only counted.
 store/rejection_reasons.py lists every reason.
 """
 
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from jobs.base.cli import run_as_module
-from jobs.base.cluster import cluster
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from jobs.dataset.slices import largest_rows
-from jobs.ingestion.log_tasks import digests, ingest_each, takes_back
+from jobs.ingestion.log_tasks import digests, read_each, tasks
+from jobs.ingestion.publishing import Publisher
 from jobs.ingestion.record_counts import (
     FINISH,
     REJECT,
@@ -32,66 +28,65 @@ from jobs.ingestion.record_counts import (
     print_reasons,
 )
 from jobs.ingestion.rules import make_rules
+from jobs.ingestion.sample_counts import count_samples
 from store.digests import Digests
-from store.files import sweep
+from store.lease import lease
 from store.log_files import find_logs
-from store.log_to_traffic import publish, settle
-from store.traffic_table import read_traffic
+from store.log_states import States
 
 SHOWN = 5
 """Most file names in one message."""
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Ingest every log of `ingest.logs`; returns the summary.
+    """Ingest every log of `ingest.logs`; returns the summary. One process at a time does.
 
     Raises ValueError for a path that does not exist, for a target.path that is not a model folder,
-    for logs without any record, with too many rejected records or with several model names, and
-    when no record can be used.
+    for logs without any record, with too many rejected records or with several model names, when no
+    record can be used, and when another process is still ingesting after a minute.
     """
     logs, aside = find_logs(cfg.ingest.logs or [str(cfg.path("capture"))])
     rules = make_rules(cfg)
-    traffic, rejects = cfg.path("traffic"), cfg.path("rejects")
-    sweep(traffic)
-    sweep(rejects)
-    kept = Digests(cfg.path("logs.json"))
-    with cluster(cfg):
-        digested = digests(kept, logs, traffic, rejects)
-        results = ingest_each(digested, rules, traffic, rejects)
-    for _, (_, sha, prefixes) in digested.values():
-        settle(rejects, results[sha], prefixes)
-    counts = RecordCounts.of(results.values())
-    print_aside(aside)
-    print_reasons("Rejected records", counts, REJECT)
-    print_reasons("Not used", counts, UNUSED)
-    check_counts(cfg, logs, counts)
-    published = sum(
-        publish(traffic, log, results[sha], prefixes)
-        for log, (_, (_, sha, prefixes)) in digested.items()
-        if counts.total["accepted"] or takes_back(traffic, results[sha], prefixes)
-    )
-    kept.keep(digested)
-    samples = read_traffic(traffic, rules.target_id)
-    check_use(samples.num_rows, counts)
+    with lease(cfg.place("leases", "ingest")) as held:
+        kept = Digests(cfg.place())
+        tables = [cfg.table("traffic"), cfg.table("rejects")]
+        states = States.read(cfg.table("logs"), cfg.place("ingesting"), tables)
+        with tasks(cfg) as each:
+            digested = digests(each, kept, logs, states)
+            reads = read_each(each, cfg, digested, rules, states)
+        kept.keep(digested)
+        publisher = Publisher(cfg, held, states)
+        publisher.rejects(reads)
+        counts = RecordCounts.of(read.state for read in reads)
+        print_aside(aside)
+        print_reasons("Rejected records", counts, REJECT)
+        print_reasons("Not used", counts, UNUSED)
+        check_counts(cfg, list(logs), counts)
+        published = publisher.traffic(reads, counts.total["accepted"] > 0)
+        domains = count_samples(cfg, rules.target_id, kept)
+        kept.keep(digested)
+    samples = sum(domain["samples"] for domain in domains.values())
+    check_use(samples, counts)
+    show(domains, len(logs), counts, published)
     return {
         "stage": "ingest",
         "target_id": rules.target_id,
         "logs": len(logs),
         "left_aside": sum(len(names) for names in aside.values()),
-        "same_content": len(logs) - len(results),
-        "reused": sum(r["reused"] for r in results.values()),
+        "same_content": len(logs) - len(reads),
+        "reused": sum(read.reused for read in reads),
         "published": published,
         "records": counts.total["records"],
         "accepted": counts.total["accepted"],
         "not_used": counts.of_class(UNUSED),
         "rejected": counts.of_class(REJECT),
         "finish_reasons": counts.of_class(FINISH),
-        "samples": samples.num_rows,
-        "domains": show(samples, len(logs), counts, published),
+        "samples": samples,
+        "domains": domains,
     }
 
 
-def print_aside(aside: dict[Path, list[str]]) -> None:
+def print_aside(aside: dict[str, list[str]]) -> None:
     """List the files of each folder whose names are not those of logs."""
     for folder, names in aside.items():
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
@@ -99,22 +94,18 @@ def print_aside(aside: dict[Path, list[str]]) -> None:
 
 
 def show(
-    samples: pa.Table, logs: int, counts: RecordCounts, published: int
-) -> dict[str, dict[str, int]]:
-    """Print samples by domain and split, and a line about records; returns {domain: {split: n}}."""
-    slices = Counter(zip(samples["domain"].to_pylist(), samples["split"].to_pylist(), strict=True))
-    domains = {
-        domain: {split: slices[domain, split] for split in ("train", "val", "test")}
-        for domain in sorted({domain for domain, _ in slices})
-    }
-    rows = largest_rows({name: list(splits.values()) for name, splits in domains.items()})
-    print_table("Samples in traffic/", ["domain", "train", "val", "test"], rows)
+    domains: dict[str, dict[str, int]], logs: int, counts: RecordCounts, published: int
+) -> None:
+    """Print samples and tokens by domain, and a line about records. `flywheel select` prints the
+    split, because it is made over what is selected.
+    """
+    rows = largest_rows({name: [*numbers.values()] for name, numbers in domains.items()})
+    print_table("Samples in traffic/", ["domain", "samples", "tokens"], rows)
     console.print(
         f"{counts.total['records']} records in {logs} log(s): {counts.total['accepted']} accepted, "
         f"{sum(counts.of_class(UNUSED).values())} not used, "
         f"{sum(counts.of_class(REJECT).values())} rejected; {published} log(s) newly published"
     )
-    return domains
 
 
 if __name__ == "__main__":

@@ -3,18 +3,19 @@
 import hashlib
 import json
 import time
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from store import files
-from store.log_files import is_packed, open_log
+from store.log_files import Stamp, is_packed, on_disk, open_log
+from store.place import Place
 
 SETTLED = 2_000_000_000
 """Nanoseconds. Digests of younger files are not kept: a second write may not change their times."""
+FILE = "logs.json"
 Digest = tuple[int, str, dict[int, str]]
 
 
-def digest_log(path: Path, sizes: set[int]) -> Digest:
+def digest_log(log: str, sizes: set[int]) -> Digest:
     """Size in bytes, sha256, and {n: sha256 of the first n bytes} of a log, in one pass.
 
     n is every one of `sizes` that the log reaches, and its own size. The prefixes tell whether a
@@ -23,11 +24,11 @@ def digest_log(path: Path, sizes: set[int]) -> Digest:
     became shorter while it was read.
     """
     digest, done, prefixes = hashlib.sha256(), 0, {}
-    with open_log(path) as stream:
+    with on_disk(log) as path, open_log(path) as stream:
         total = None if is_packed(stream) else path.stat().st_size
-        stops = sorted({n for n in sizes if total is None or n < total})
+        stops = iter(sorted(n for n in sizes if n > 0 and (total is None or n < total)))
+        stop = next(stops, total)
         while True:
-            stop = next((n for n in stops if n > done), total)
             block = stream.read(1 << 20 if stop is None else min(1 << 20, stop - done))
             if not block:
                 break
@@ -35,8 +36,9 @@ def digest_log(path: Path, sizes: set[int]) -> Digest:
             done += len(block)
             if done == stop:
                 prefixes[done] = digest.hexdigest()
+                stop = next(stops, total)
     if total is not None and done != total:
-        raise ValueError(f"{path}: became shorter while it was read; run again")
+        raise ValueError(f"{log}: became shorter while it was read; run again")
     prefixes[done] = digest.hexdigest()
     if 0 in sizes:
         prefixes[0] = hashlib.sha256().hexdigest()
@@ -44,43 +46,54 @@ def digest_log(path: Path, sizes: set[int]) -> Digest:
 
 
 class Digests:
-    """Digests by path, size, times and inode in one JSON file. A damaged file counts as empty."""
+    """Digests of logs with their stamps in one JSON object. If it is damaged, it counts as empty.
 
-    def __init__(self, path: Path):
-        self.path = path
+    `counted` is kept in it too: what was counted over the samples of some version of traffic.
+    """
+
+    def __init__(self, place: Place):
+        self.place = place
+        self.data = place.read(FILE)
         try:
-            known = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            known = {}
-        self.known: dict[str, Any] = known if isinstance(known, dict) else {}
+            found = json.loads(self.data or b"{}")
+        except ValueError:
+            found = None
+        found = found if isinstance(found, dict) else {}
+        self.known: dict[str, Any] = _dict(found.get("logs"))
+        self.counted: dict[str, Any] = _dict(found.get("counted"))
 
-    def get(self, log: Path) -> Digest | None:
+    def get(self, log: str, stamp: Stamp) -> Digest | None:
         """The kept digest of a log; None if there is none or the log has changed since."""
-        entry = self.known.get(str(log))
+        entry = self.known.get(log)
         try:
-            if not entry or entry["stamp"] != stamp(log):
+            if not entry or entry["stamp"] != stamp:
                 return None
             prefixes = {int(n): str(sha256) for n, sha256 in entry["prefixes"].items()}
             return int(entry["bytes"]), str(entry["sha256"]), prefixes
         except (KeyError, TypeError, ValueError, AttributeError):
             return None  # not in the form that is written here: the log is read again
 
-    def keep(self, digests: dict[Path, tuple[list[int], Digest]]) -> None:
+    def keep(self, digests: Mapping[str, tuple[Stamp, Digest]]) -> None:
         """Keep these digests and drop all others; files younger than SETTLED are left out.
 
-        digests: path -> (the stamp its file had before it was read, its digest).
+        digests: log -> (the stamp it had before it was read, its digest).
         """
-        now = time.time_ns()
         self.known = {
-            str(log): {"stamp": seen, "bytes": size, "sha256": sha256, "prefixes": prefixes}
+            log: {"stamp": seen, "bytes": size, "sha256": sha256, "prefixes": prefixes}
             for log, (seen, (size, sha256, prefixes)) in digests.items()
-            if now - max(seen[1], seen[2]) > SETTLED
+            if _is_settled(log, seen)
         }
-        data = json.dumps(self.known, indent=1).encode() + b"\n"
-        files.commit(self.path, lambda stream: stream.write(data))
+        value = {"logs": self.known, "counted": self.counted}
+        data = json.dumps(value, indent=1).encode() + b"\n"
+        if data != self.data:
+            self.place.write(FILE, data)
+            self.data = data
 
 
-def stamp(log: Path) -> list[int]:
-    """Size, mtime and ctime in ns, inode: all that changes when a file does."""
-    found = log.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+def _is_settled(log: str, stamp: Stamp) -> bool:
+    """Whether any later write will change the stamp; an object's e_tag always does."""
+    return "://" in log or time.time_ns() - max(stamp[1], stamp[2]) > SETTLED
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

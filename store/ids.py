@@ -32,9 +32,14 @@ def sample_id(
     return digest.hexdigest()[:32]
 
 
+def prompt_id(prompt_ids: Ids) -> str:
+    """24 hex digits naming a prompt: equal for equal token ids, whatever was answered."""
+    return hashlib.sha256(_token_bytes(prompt_ids)).hexdigest()[:24]
+
+
 def prompt_conversation(prompt_ids: Ids) -> str:
     """Conversation id for a record that names none; store.groups joins those of one chat."""
-    return PROMPT_LABEL + hashlib.sha256(_token_bytes(prompt_ids)).hexdigest()[:24]
+    return PROMPT_LABEL + prompt_id(prompt_ids)
 
 
 PROMPT_LABEL = "prompt-"

@@ -37,7 +37,10 @@ def clean(value: Any) -> str | None:
     """
     if value is None or isinstance(value, list | dict):
         return None
-    text = unicodedata.normalize("NFC", str(value)).strip()
+    text = str(value).strip()
+    if len(text) <= MAX_LABEL and text.isascii() and text.isprintable():
+        return text or None  # nothing below would change it
+    text = unicodedata.normalize("NFC", text).strip()
     if len(text) > MAX_LABEL:
         digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
         text = f"{text[: MAX_LABEL - 17]}-{digest}"

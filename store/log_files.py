@@ -1,4 +1,7 @@
-"""Log files: which files of a folder are logs, what each one is, and its decompressed bytes."""
+"""Log files: which files of a folder are logs, what each one is, and its decompressed bytes.
+
+A log is named by its absolute path, or by its URL if it is in a bucket.
+"""
 
 import glob
 import io
@@ -6,11 +9,22 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from store.place import Found, place_of
+
+Stamp = list[Any]
+"""All that changes when a log does. A file: size, mtime and ctime in ns, inode. An object in a
+bucket: size, time, e_tag."""
+Entries = dict[str, tuple[str, Stamp | None]]
+"""Name in its folder -> (log's name, its stamp; None: no file). Names of folders end in "/"."""
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 OTHERS = {
     b"PAR1": "a Parquet file",
@@ -32,33 +46,96 @@ PIECE = 64 << 10
 _SERVERS = re.compile(rb"\b(INFO|DEBUG)\b")
 
 
-def find_logs(patterns: list[str]) -> tuple[list[Path], dict[Path, list[str]]]:
-    """(log files, each once and sorted; {folder: names in it that are not logs}).
+def find_logs(patterns: list[str]) -> tuple[dict[str, Stamp], dict[str, list[str]]]:
+    """({log: stamp}, each log once and sorted; {folder: names in it that are not logs}).
 
-    A pattern is a file, a folder (its *.jsonl files, also rotated and compressed ones) or a glob. A
-    glob stands for the files that match or, if none does, for the folders that match. Raises
-    ValueError for a pattern that gives no file.
+    A pattern is a file, a folder (its *.jsonl files, also rotated and compressed ones) or a glob,
+    on a local disk or in a bucket (s3://bucket/folder/). A glob stands for the files that match or,
+    if none does, for the folders that match. Raises ValueError for a pattern that gives no file.
     """
-    found: set[Path] = set()
-    aside: dict[Path, list[str]] = {}
+    found: dict[str, Stamp] = {}
+    aside: dict[str, list[str]] = {}
     for pattern in patterns:
-        path = Path(pattern)
-        named = [path] if path.exists() else [*map(Path, glob.glob(pattern, recursive=True))]
-        matches = [p for p in named if p.is_file()]
-        folders = [] if matches else [p for p in named if p.is_dir()]
-        for folder in folders:
-            inside = [p for p in folder.iterdir() if not p.name.startswith(".")]
-            logs = [p for p in inside if p.is_file() and _is_log(p.name)]
-            aside[folder] = sorted(p.name + "/" * p.is_dir() for p in inside if p not in logs)
-            matches += logs
-        if not matches:
+        logs, folders = _in_bucket(pattern) if "://" in pattern else _on_disk(pattern)
+        for folder, entries in {} if logs else folders.items():
+            inside = {name: entry for name, entry in entries.items() if not name.startswith(".")}
+            mine = {name: log for name, log in inside.items() if log[1] and _is_log(name)}
+            aside[folder] = sorted(inside.keys() - mine.keys())
+            logs |= dict(mine.values())
+        if not logs:
             what = "no *.jsonl file in" if folders else "no such file, folder or glob:"
             raise ValueError(
                 f"ingest.logs: {what} {pattern}; name your logs with ingest.logs=PATH, or capture "
                 "traffic with flywheel serve serve.capture=FOLDER"
             )
-        found.update(match.resolve() for match in matches)
-    return sorted(found), {folder: names for folder, names in aside.items() if names}
+        found |= logs
+    return dict(sorted(found.items())), {folder: names for folder, names in aside.items() if names}
+
+
+def _on_disk(pattern: str) -> tuple[dict[str, Any], dict[str, Entries]]:
+    """({log: stamp} of the files, the folders) that a path or glob stands for."""
+    path = Path(pattern)
+    named = [path] if path.exists() else [*map(Path, glob.glob(pattern, recursive=True))]
+    folders = {
+        str(folder): {
+            path.name + "/" * path.is_dir(): (
+                str(path.resolve()),
+                stamp(path) if path.is_file() else None,
+            )
+            for path in folder.iterdir()
+        }
+        for folder in named
+        if folder.is_dir()
+    }
+    return {str(path.resolve()): stamp(path) for path in named if path.is_file()}, folders
+
+
+def _in_bucket(pattern: str) -> tuple[dict[str, Any], dict[str, Entries]]:
+    """As `_on_disk`, for the URL of an object or of a prefix, or a glob (** is not one)."""
+    scheme, _, path = pattern.rstrip("/").partition("://")
+    bucket, *parts = path.split("/")
+    if parts and (
+        found := place_of("/".join([f"{scheme}://{bucket}", *parts[:-1]])).head(parts[-1])
+    ):
+        return {f"{scheme}://{path}": _stamp(found)}, {}
+    fixed = [*takewhile(lambda part: not set(part) & set("*?["), parts)]
+    wanted, base = parts[len(fixed) :], place_of("/".join([f"{scheme}://{bucket}", *fixed]))
+    logs: dict[str, Stamp] = {}
+    folders: dict[str, Entries] = {}
+    for found in base.objects():
+        names = found.name.split("/")
+        above, below = names[: len(wanted)], names[len(wanted) :]
+        if len(above) < len(wanted) or not all(map(fnmatchcase, above, wanted)):
+            continue
+        log = f"{base}/{found.name}", _stamp(found)
+        if not below:
+            logs |= [log]
+            continue
+        inside = folders.setdefault("/".join([str(base), *above]), {})
+        inside |= {below[0]: log} if len(below) == 1 else {f"{below[0]}/": (log[0], None)}
+    return logs, folders
+
+
+def stamp(path: Path) -> Stamp:
+    """The stamp of a local file."""
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _stamp(found: Found) -> Stamp:
+    return [found.size, found.modified.isoformat(), found.e_tag]
+
+
+@contextmanager
+def on_disk(log: str) -> Iterator[Path]:
+    """The path of a log for the block: itself, or a temporary copy of an object in a bucket."""
+    if "://" not in log:
+        yield Path(log)
+        return
+    folder, _, name = log.rpartition("/")
+    with TemporaryDirectory(prefix="flywheel-") as scratch:
+        place_of(folder).save(name, Path(scratch, name))
+        yield Path(scratch, name)
 
 
 def _is_log(name: str) -> bool:

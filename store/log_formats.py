@@ -16,7 +16,7 @@ from typing import Any
 
 from store import log_fields
 from store.consent import consents
-from store.ids import prompt_conversation, sample_id, says_nothing, split_of
+from store.ids import PROMPT_LABEL, prompt_id, sample_id, says_nothing, split_of
 from store.labels import ALIASES, LABELS, labels
 from store.log_fields import Refused
 from store.log_files import damage, open_log
@@ -74,17 +74,19 @@ class NotUsed:
 
 
 Row = dict[str, Any]
-"""TRAFFIC columns (ids are int32 arrays) and `model`, the model name that answered. It is None if
-the record carries our target_id, or no model name."""
+"""TRAFFIC columns but `log` (ids are int32 arrays) and `model`, the model name that answered. It is
+None if the record carries our target_id, or no model name."""
 Outcome = Row | Reject | NotUsed
 
 
-def parse_log(path: Path, size: int, sha256: str, rules: Rules) -> Iterator[Outcome]:
+def parse_log(
+    path: Path, size: int, sha256: str, rules: Rules, name: str = ""
+) -> Iterator[Outcome]:
     """Outcomes of the first `size` bytes of a log, in file order. Offsets and sizes of a compressed
     log are those of its decompressed bytes.
 
     One line is in memory at a time. Blank lines give no outcome. Raises ValueError if the bytes do
-    not have the given sha256: the log was rewritten meanwhile.
+    not have the given sha256: the log was rewritten meanwhile. `name`: what that message calls it.
     """
     digest = hashlib.sha256()
     with open_log(path) as stream:
@@ -105,7 +107,7 @@ def parse_log(path: Path, size: int, sha256: str, rules: Rules) -> Iterator[Outc
             elif line.strip() and not (broken and _is_cut(line)):
                 yield from _parse_line(line, start, rules)
         if digest.hexdigest() != sha256:
-            raise ValueError(f"{path}: changed while it was read; run again")
+            raise ValueError(f"{name or path}: changed while it was read; run again")
         broken = broken or damage(stream)
         if broken:
             yield Reject(offset, "damaged_file", b"", broken)
@@ -259,7 +261,8 @@ def _row(record: dict[str, Any], source: str, rules: Rules) -> Row:
         raise Refused("empty_loss_mask")
     if len(output) < rules.min_output_tokens:
         raise Refused("short_output")
-    named, by_prompt = labels(record.items()), prompt_conversation(prompt)
+    named, of_prompt = labels(record.items()), prompt_id(prompt)
+    by_prompt = PROMPT_LABEL + of_prompt
     conversation = named["conversation_id"] or by_prompt
     if says_nothing(conversation):
         conversation = by_prompt
@@ -289,6 +292,9 @@ def _row(record: dict[str, Any], source: str, rules: Rules) -> Row:
         "adapter": None,
         "language": named["language"],
         "shaped": log_fields.names(record, "shaped"),
+        "prompt_tokens": len(prompt),
+        "output_tokens": len(output),
+        "prompt_id": of_prompt,
         "model": model,
     }
 

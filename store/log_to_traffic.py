@@ -1,88 +1,87 @@
-"""From one log to published traffic: parse, commit shards named after their content, then publish.
+"""From one log to shards of traffic and rejects that are written, but not published yet.
 
 No Ray and no torch here, so a worker that runs `ingest_log` starts quickly.
 """
 
+import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from store.ids import short_hash
-from store.log_files import other_kind
+from store.log_files import on_disk, other_kind
 from store.log_formats import NotUsed, Outcome, Reject, Rules, parse_log
-from store.schemas import REJECTS, TRAFFIC
-from store.shards import (
-    ShardInfo,
-    is_complete,
-    read_manifest,
-    read_manifests,
-    shard_info,
-    write_manifest,
-    write_shard,
-)
+from store.log_states import LogState, mark
+from store.place import Place
+from store.tables import Shard, Table
 
-READING = 3
+READING = 4
 """Version of the parsing. It goes up when the same bytes under the same rules give other rows; logs
 are then read again."""
-SHARD_TOKENS = 8_000_000  # about 32 MiB of ids in memory
-SHARD_REJECTS = 10_000
+SHARD_TOKENS = 8_000_000  # about 32 MiB of ids
+SHARD_ROWS = 100_000
+PACKED = 1000
+"""Rows that are Python objects at a time."""
 MAX_REJECTS_BYTES = 4 << 20
 """Bytes of rejects kept of one log. Of rejects beyond that, only place and reason are kept."""
 MAX_NAMES = 100  # names of one kind that are counted separately
 MAX_NAME = 100  # characters
 
 
-def ingest_log(
-    log: Path, size: int, sha256: str, rules: Rules, traffic: Path, rejects: Path
-) -> dict[str, Any]:
-    """Parse one log into traffic and reject shards; returns a summary (as a Ray task, it sends back
-    nothing else).
+def key_of(sha256: str, rules: Rules) -> str:
+    """The key of a log's state: of content, rules and version of the parsing."""
+    return short_hash([READING, sha256, asdict(rules)])
 
-    The manifest in rejects/ is the log's completion marker. It carries the counts and lists the
-    traffic shards. These stay unpublished until the whole run is accepted.
+
+def ingest_log(
+    log: str, size: int, sha256: str, rules: Rules, traffic: Table, rejects: Table, markers: Place
+) -> LogState:
+    """Parse one log into shards and write its marker (as a Ray task, it sends back nothing else).
+
+    `size` and `sha256` as of `digest_log`. Run again, it writes the same shards under the same
+    names. Raises ValueError if the log has changed since its digest was made.
     """
-    key = short_hash([READING, sha256, asdict(rules)])
-    marker = read_manifest(rejects, key)
-    if marker is not None:
-        shards = _all_kept(traffic, marker["detail"]["traffic"])
-        refused = _all_kept(rejects, marker["files"])
-        if shards is not None and refused is not None:
-            return _result(marker, shards, refused, reused=True)
+    key = key_of(sha256, rules)
     tally = Tally(log)
-    good = _Shards(traffic, key, TRAFFIC, SHARD_TOKENS)
-    bad = _Shards(rejects, key, REJECTS, SHARD_REJECTS)
+    good, bad = _Shards(traffic, key), _Shards(rejects, key)
     room = MAX_REJECTS_BYTES
     for outcome in _outcomes(log, size, sha256, rules):
         tally.add(outcome)
         if isinstance(outcome, Reject):
             raw = outcome.raw if len(outcome.raw) <= room else b""
             room -= len(raw)
-            row = {"file": str(log), "offset": outcome.offset}
+            row = {"file": log, "offset": outcome.offset}
             bad.add(row | {"reason": outcome.reason, "raw": raw}, 1)
         elif not isinstance(outcome, NotUsed):
-            good.add(outcome, len(outcome["prompt_ids"]) + len(outcome["output_ids"]))
-    shards, refused = good.close(), bad.close()
-    detail = {
-        "counts": tally.counts,
-        "names": tally.names,
-        "examples": tally.examples,
-        "traffic": [shard.entry() for shard in shards],
-    }
-    inputs = {"bytes": size, "sha256": sha256, "rules": asdict(rules), "reading": READING}
-    return _result(write_manifest(rejects, key, refused, inputs, detail), shards, refused)
+            good.add(outcome, outcome["prompt_tokens"] + outcome["output_tokens"])
+    state = LogState(
+        log=key,
+        path=log,
+        target_id=rules.target_id,
+        bytes=size,
+        sha256=sha256,
+        rules=json.dumps(asdict(rules), sort_keys=True),
+        reading=READING,
+        counts=dict(tally.counts),
+        names=dict(tally.names),
+        examples=tally.examples,
+        traffic=good.close(),
+        rejects=bad.close(),
+    )
+    return mark(markers, state)
 
 
-def _outcomes(log: Path, size: int, sha256: str, rules: Rules) -> Iterator[Outcome]:
+def _outcomes(log: str, size: int, sha256: str, rules: Rules) -> Iterator[Outcome]:
     """The outcome of every record, or one of the whole file if it holds no JSON lines."""
-    kind = other_kind(log)
-    if kind is not None:
-        yield NotUsed(0, "text_log", f"{log.name} is {kind}")
-    else:
-        yield from parse_log(log, size, sha256, rules)
+    with on_disk(log) as path:
+        kind = other_kind(path)
+        if kind is not None:
+            yield NotUsed(0, "text_log", f"{path.name} is {kind}")
+        else:
+            yield from parse_log(path, size, sha256, rules, log)
 
 
 class Tally:
@@ -92,7 +91,7 @@ class Tally:
     "unused:REASON". names: "model:NAME" of accepted records, "REASON:WHAT" of others.
     """
 
-    def __init__(self, log: Path):
+    def __init__(self, log: str):
         self.log = log
         self.counts: Counter[str] = Counter()
         self.names: Counter[str] = Counter()
@@ -122,141 +121,50 @@ class Tally:
 
 
 class _Shards:
-    """Rows in, numbered shards out; equal samples within a shard become one row with a count."""
+    """Rows in, shards out; equal samples within a shard become one row with a count."""
 
-    def __init__(self, folder: Path, key: str, schema: pa.Schema, limit: int):
-        self.folder, self.key, self.schema, self.limit = folder, key, schema, limit
-        self.rows: dict[Any, dict[str, Any]] = {}
+    def __init__(self, table: Table, key: str):
+        self.table, self.key = table, key
+        self.rows: list[dict[str, Any]] = []
+        self.packed: list[pa.Table] = []
+        self.places: dict[Any, int] = {}  # of a sample among the rows of the shard
+        self.repeats: list[int] = []
         self.size = 0
-        self.shards: list[ShardInfo] = []
+        self.shards: list[Shard] = []
 
     def add(self, row: dict[str, Any], size: int) -> None:
         # Under another label it is another row: store.traffic_table needs to see every label.
-        name = (row["sample_id"], row["conversation_id"]) if "sample_id" in row else len(self.rows)
-        known = self.rows.get(name)
-        if known is not None:
-            known["repeat_count"] += 1
+        sample = row.get("sample_id")
+        name = (sample, row["conversation_id"]) if sample else len(self.repeats)
+        place = self.places.setdefault(name, len(self.repeats))
+        if place < len(self.repeats):
+            self.repeats[place] += 1
             return
-        self.rows[name] = row
+        self.repeats.append(1)
+        self.rows.append(row)
         self.size += size
-        if self.size >= self.limit:
+        if len(self.rows) >= PACKED:
+            self._pack()
+        if self.size >= SHARD_TOKENS or len(self.repeats) >= SHARD_ROWS:
             self._write()
 
-    def close(self) -> list[ShardInfo]:
-        if self.rows:
+    def close(self) -> list[Shard]:
+        if self.repeats:
             self._write()
         return self.shards
 
+    def _pack(self) -> None:
+        """Make Arrow of rows: as Python objects they need several times the memory."""
+        rows = [row | {"log": self.key} for row in self.rows]
+        self.packed.append(pa.Table.from_pylist(rows, schema=self.table.schema))
+        self.rows = []
+
     def _write(self) -> None:
-        path = self.folder / f"{self.key}-{len(self.shards):05d}.parquet"
-        if is_complete(path):  # an earlier run was killed after this shard
-            self.shards.append(shard_info(path))
-        else:
-            table = pa.Table.from_pylist(list(self.rows.values()), schema=self.schema)
-            self.shards.append(write_shard(path, table))
-        self.rows, self.size = {}, 0
-
-
-def _all_kept(folder: Path, entries: list[dict[str, Any]]) -> list[ShardInfo] | None:
-    """The shards of these entries of a manifest; None if one is missing or incomplete."""
-    shards = [shard for entry in entries if (shard := _kept(folder, entry))]
-    return shards if len(shards) == len(entries) else None
-
-
-def _kept(folder: Path, entry: dict[str, Any]) -> ShardInfo | None:
-    """A shard as its marker describes it, if its file is complete. It is not hashed again."""
-    fields = {name: entry[name] for name in ("rows", "tokens", "bytes", "sha256")}
-    path = folder / entry["file"]
-    whole = path.is_file() and path.stat().st_size == entry["bytes"] and is_complete(path)
-    return ShardInfo(path=path, **fields) if whole else None
-
-
-def _result(
-    marker: dict[str, Any],
-    shards: list[ShardInfo],
-    refused: list[ShardInfo],
-    reused: bool = False,
-) -> dict[str, Any]:
-    detail = marker["detail"]
-    return {
-        "key": marker["key"],
-        "inputs": marker["inputs"],
-        "counts": detail["counts"],
-        "names": detail["names"],
-        "examples": detail["examples"],
-        "shards": shards,
-        "refused": refused,
-        "reused": reused,
-    }
-
-
-def replaced(
-    live: Sequence[dict[str, Any]], result: dict[str, Any], prefixes: dict[int, str]
-) -> list[dict[str, Any]]:
-    """Those manifests of `live` that are of the same log, when it was shorter or under other rules.
-
-    prefixes: {n: sha256 of the log's first n bytes}.
-    """
-    return [
-        manifest
-        for manifest in live
-        if _work(manifest) != result["key"]
-        and prefixes.get(manifest["inputs"]["bytes"]) == manifest["inputs"]["sha256"]
-    ]
-
-
-def publish(traffic: Path, log: Path, result: dict[str, Any], prefixes: dict[int, str]) -> bool:
-    """List a log's shards in traffic/. False if they were listed already.
-
-    Manifests of the same log, when it was shorter or under other rules, are replaced. Replaced
-    files of an older READING are deleted: that version may have kept what must not be kept. Other
-    replaced files stay, because someone may be reading them.
-    """
-    detail = {"log": str(log), "counts": result["counts"]}
-    stale = _list(traffic, result["shards"], result, prefixes, detail)
-    _remove(traffic, [m for m in stale or [] if m["inputs"].get("reading") != READING])
-    return stale is not None
-
-
-def settle(rejects: Path, result: dict[str, Any], prefixes: dict[int, str]) -> None:
-    """Publish a log's rejects in place of those from when it was shorter or under other rules.
-
-    The replaced files are deleted: former rules may have kept what must not be kept.
-    """
-    _remove(rejects, _list(rejects, result["refused"], result, prefixes, {}) or [])
-
-
-def _remove(folder: Path, replaced: list[dict[str, Any]]) -> None:
-    """Delete the files of replaced manifests that no other one lists."""
-    listed = {entry["file"] for m in read_manifests(folder) for entry in m["files"]}
-    for name in {entry["file"] for m in replaced for entry in m["files"]} - listed:
-        (folder / name).unlink(missing_ok=True)
-
-
-def _list(
-    folder: Path,
-    shards: list[ShardInfo],
-    result: dict[str, Any],
-    prefixes: dict[int, str],
-    detail: dict[str, Any],
-) -> list[dict[str, Any]] | None:
-    """Publish the shards of a log; returns the manifests that they replace. None if they were
-    already the only ones of this log in force.
-    """
-    live = read_manifests(folder)
-    ours = [m["key"] for m in live if _work(m) == result["key"]]
-    stale = replaced(live, result, prefixes)
-    if ours and not stale:
-        return None
-    replaces = [m["key"] for m in stale] + ours
-    # A return to former rules needs another key: theirs is the key of a replaced manifest.
-    known = read_manifest(folder, result["key"]) is not None
-    key = short_hash([result["key"], sorted(replaces)]) if replaces or known else result["key"]
-    work = {"work": result["key"]}
-    write_manifest(folder, key, shards, result["inputs"], work | detail, replaces)
-    return stale
-
-
-def _work(manifest: dict[str, Any]) -> str:
-    """The key of the work whose shards a manifest lists; for a completion marker, its own key."""
-    return manifest["detail"].get("work", manifest["key"])
+        self._pack()
+        table = pa.concat_tables(self.packed)
+        if "repeat_count" in table.column_names:
+            column = table.schema.get_field_index("repeat_count")
+            counts = pa.array(self.repeats, pa.int32())
+            table = table.set_column(column, table.schema.field(column), counts)
+        self.packed, self.places, self.repeats, self.size = [], {}, [], 0
+        self.shards.append(self.table.write(table))

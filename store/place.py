@@ -29,9 +29,15 @@ from obstore.exceptions import (
 )
 from obstore.store import LocalStore, ObjectStore, from_url
 
-RETRIES: Any = {"max_retries": 8, "retry_timeout": timedelta(seconds=60)}
-# An endpoint of http:// is used only where AWS_ENDPOINT_URL, or its kin, names one.
-CLIENT: Any = {"connect_timeout": "5 seconds", "timeout": "120 seconds", "allow_http": True}
+# Ten retries, the default, last two seconds; a store may need longer.
+RETRIES: Any = {
+    "max_retries": 1000,
+    "retry_timeout": timedelta(seconds=60),
+    "backoff": {"max_backoff": timedelta(seconds=2)},
+}
+# Given options replace those of the environment (AWS_ALLOW_HTTP). http:// is used only where the
+# endpoint in the environment says so.
+CLIENT: Any = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "600s", "allow_http": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +127,26 @@ class Place:
         """Names of the folders directly below this place."""
         return sorted({found.name.partition("/")[0] for found in self.objects() if "/" in found.name})
 
+    def head(self, name: str) -> Found | None:
+        """What `objects` would say of the object of this name; None if there is none."""
+        if self._absent():
+            return None
+        with told(self, name), suppress(FileNotFoundError):
+            item = obstore.head(_store(self.root), self._key(name))
+            return Found(name, item["size"], item["last_modified"], item["e_tag"] or "")
+        return None
+
     def has(self, name: str) -> bool:
         """Whether there is an object of this name."""
-        if self._absent():
-            return False
-        with told(self, name), suppress(FileNotFoundError):
-            obstore.head(_store(self.root), self._key(name))
-            return True
-        return False
+        return self.head(name) is not None
 
     def delete(self, names: Collection[str]) -> None:
         """Delete objects; those that are gone already are no error."""
-        for name in names:
+        if not self.is_local and names:
+            with told(self, ""):
+                obstore.delete(_store(self.root), [self._key(name) for name in names])
+            return
+        for name in names if not self._absent() else ():
             with told(self, name), suppress(FileNotFoundError):
                 obstore.delete(_store(self.root), self._key(name))
 
@@ -238,8 +252,11 @@ def told(place: Place, name: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
     except BaseError as error:
-        raise OSError(errno.EIO, f"the store does not answer as it should ({first_line(error)}); "
-                      "run the same command again when it does", where) from error
+        # Of a bulk deletion; and without keys, obstore asks the cloud's machine for some.
+        if "AccessDenied" in str(error) or "169.254.169.254" in str(error):
+            raise denied(where) from error
+        text = f"the store does not answer ({first_line(error)}): run the same command again later"
+        raise OSError(errno.EIO, text, where) from error
 
 
 def denied(where: str) -> PermissionError:

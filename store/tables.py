@@ -18,7 +18,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, cast
@@ -260,16 +260,15 @@ class Table:
         if table is None:
             if self.place.is_local:
                 self.place.path.mkdir(parents=True, exist_ok=True)
-            with told(self.place):
-                table = DeltaTable.create(
-                    str(self.place), self.schema, mode="ignore", configuration=KEEP
-                )
+            with told(self.place), suppress(CommitFailedError):  # another writer was first
+                DeltaTable.create(str(self.place), self.schema, mode="ignore", configuration=KEEP)
             table = self._open()
             assert table is not None
         known = {field.name for field in table.schema().fields}
         if new := [f for f in _delta_fields(self.schema) if f.name not in known]:
-            with told(self.place):
+            with told(self.place), suppress(CommitFailedError):
                 table.alter.add_columns(new)
+            return self._opened()
         return table
 
 

@@ -13,14 +13,9 @@ from torch import Tensor
 from dflash.identity import legacy_target_id, target_id
 from jobs.base.config import Config
 from jobs.base.target_facts import target_config, target_taps
-from store.features import (
-    FeatureCache,
-    cache_key,
-    check_all_harvested,
-    ids_digest,
-    index_of,
-    read_top,
-)
+from store.feature_cache import FeatureCache, read_top
+from store.feature_index import check_all_harvested, index_of
+from store.features import cache_key, ids_digest
 from store.place import Place
 from store.set_aside import read_set_aside
 from store.traffic_table import tokens_of

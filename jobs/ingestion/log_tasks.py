@@ -1,52 +1,92 @@
 """The Ray tasks of ingest: hash logs that are new or have changed, and parse logs."""
 
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from store.digests import Digest, Digests, digest_log, stamp
+from jobs.base.cluster import cluster
+from jobs.base.config import Config
+from store.digests import Digest, Digests, digest_log
+from store.log_files import Stamp
 from store.log_formats import Rules
-from store.log_to_traffic import ingest_log, replaced
-from store.shards import read_manifests
+from store.log_states import LogState, States
+from store.log_to_traffic import ingest_log, key_of
 
-Result = dict[str, Any]
-Stamped = tuple[list[int], Digest]
+Each = Callable[[Any, Sequence[tuple]], list[Any]]
 
 
-def digests(kept: Digests, logs: list[Path], *folders: Path) -> dict[Path, Stamped]:
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What became of one content under the rules of this run.
+
+    `stale`: states that it replaces: the same log when it was shorter or under other rules. `done`:
+    the tables have all that they should have of it. `reused`: it was not parsed in this run.
+    """
+
+    state: LogState
+    stale: list[LogState]
+    done: bool
+    reused: bool
+
+
+@contextmanager
+def tasks(cfg: Config) -> Iterator[Each]:
+    """A function that runs another one on each tuple of arguments as a Ray task, and returns the
+    results in order. Ray is started for its first task.
+    """
+    with ExitStack() as stack:
+
+        def each(function: Any, arguments: Sequence[tuple]) -> list[Any]:
+            if not arguments:
+                return []
+            if not ray.is_initialized():
+                stack.enter_context(cluster(cfg))
+            task = ray.remote(function)
+            return ray.get([task.remote(*args) for args in arguments])
+
+        yield each
+
+
+def digests(
+    each: Each, kept: Digests, logs: Mapping[str, Stamp], states: States
+) -> dict[str, tuple[Stamp, Digest]]:
     """(stamp, digest) of each log (store/digests.py). Only logs that changed since the last run are
-    read. `folders`: where manifests have the sizes of earlier states of these logs.
+    read. Of their prefixes, those remain that are a known state.
     """
-    sizes = {m["inputs"]["bytes"] for folder in folders for m in read_manifests(folder)}
-    stamps = {log: stamp(log) for log in logs}
-    known = {log: kept.get(log) for log in logs}
+    known = {log: kept.get(log, stamp) for log, stamp in logs.items()}
     unread = [log for log, digest in known.items() if digest is None]
-    read = dict(zip(unread, each(digest_log, [(log, sizes) for log in unread]), strict=True))
-    return {log: (stamps[log], known[log] or read[log]) for log in logs}
+    sizes = {size for size, _ in states.by_content}
+    for log, (size, sha, prefixes) in zip(
+        unread, each(digest_log, [(log, sizes) for log in unread]), strict=True
+    ):
+        mine = {p[0]: p[1] for p in prefixes.items() if p in states.by_content or p[0] == size}
+        known[log] = size, sha, mine
+    return {log: (stamp, digest) for log, stamp in logs.items() if (digest := known[log])}
 
 
-def ingest_each(
-    digested: dict[Path, Stamped], rules: Rules, traffic: Path, rejects: Path
-) -> dict[str, Result]:
-    """{sha256 of a log: what `ingest_log` returns}, one task per distinct content. Shards are
-    written but not published yet.
+def read_each(
+    each: Each, cfg: Config, digested: dict[str, tuple[Stamp, Digest]], rules: Rules, states: States
+) -> list[Read]:
+    """What became of each distinct content; one task for each that is neither in the tables nor
+    has a marker. Its shards are written, but not published yet.
     """
-    unique = {sha: (log, size) for log, (_, (size, sha, _)) in digested.items()}
-    jobs = [(log, size, sha, rules, traffic, rejects) for sha, (log, size) in unique.items()]
-    return dict(zip(unique, each(ingest_log, jobs), strict=True))
-
-
-def takes_back(traffic: Path, result: Result, prefixes: dict[int, str]) -> bool:
-    """Whether traffic/ still has samples of this log for the same target that were accepted under
-    other rules: for instance answers of another model, before ingest.models named the right one.
-    """
-    identity = result["inputs"]["rules"]["target_id"]
-    stale = replaced(read_manifests(traffic), result, prefixes)
-    return any(m["inputs"]["rules"]["target_id"] == identity for m in stale)
-
-
-def each(function: Any, arguments: list[tuple]) -> list[Any]:
-    """Run `function` on each tuple of arguments as a Ray task; results in order."""
-    task = ray.remote(function)
-    return ray.get([task.remote(*args) for args in arguments])
+    contents: dict[str, tuple[str, Digest]] = {}
+    for log, (_, digest) in digested.items():
+        contents.setdefault(key_of(digest[1], rules), (log, digest))
+    stale = {
+        key: [s for s in states.of_content(prefixes) if s.log not in contents]
+        for key, (_, (_, _, prefixes)) in contents.items()
+    }
+    done = {key for key in contents if states.is_whole(key) and not stale[key]}
+    found = {key: states.published[key] for key in done}
+    waiting = contents.keys() & states.marked.keys() - done
+    found |= {key: states.marked[key] for key in waiting}
+    places = cfg.table("traffic"), cfg.table("rejects"), cfg.place("ingesting")
+    unread = [key for key in contents if key not in found]
+    jobs = [(log, *digest[:2], rules, *places) for log, digest in map(contents.__getitem__, unread)]
+    parsed = dict(zip(unread, each(ingest_log, jobs), strict=True))
+    states_now = found | parsed
+    return [Read(states_now[key], stale[key], key in done, key in found) for key in contents]

@@ -3,13 +3,12 @@ error.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
+from store.log_states import LogState
 from store.rates import exceeds
 from store.rejection_reasons import reason_of
 
@@ -27,17 +26,17 @@ class RecordCounts:
 
     total: Counter[str]
     names: Counter[str]
-    examples: list[dict[str, str]]
+    examples: list[Mapping[str, str]]
 
     @classmethod
-    def of(cls, results: Iterable[dict[str, Any]]) -> "RecordCounts":
-        """The sum over the results of `ingest_log`."""
-        results = list(results)
-        return cls(
-            sum((Counter(r["counts"]) for r in results), Counter()),
-            sum((Counter(r["names"]) for r in results), Counter()),
-            [r["examples"] for r in results],
-        )
+    def of(cls, states: Iterable[LogState]) -> "RecordCounts":
+        """The sum over these states of logs."""
+        found = cls(Counter(), Counter(), [])
+        for state in states:
+            found.total.update(state.counts)
+            found.names.update(state.names)
+            found.examples.append(state.examples)
+        return found
 
     def of_class(self, kind: str) -> dict[str, int]:
         """Number of records by reason, for one class; the most frequent first."""
@@ -63,12 +62,12 @@ def _stripped(counts: Counter[str], prefix: str) -> dict[str, int]:
     }
 
 
-def check_counts(cfg: Config, logs: list[Path], counts: RecordCounts) -> None:
+def check_counts(cfg: Config, logs: list[str], counts: RecordCounts) -> None:
     """Raise ValueError if nothing may be published: no record, answers of several models, or
     significantly more rejected records than ingest.max_reject_rate.
     """
     if not counts.total["records"]:
-        shown = ", ".join(str(log) for log in logs[:3]) + (", ..." if len(logs) > 3 else "")
+        shown = ", ".join(logs[:3]) + (", ..." if len(logs) > 3 else "")
         raise ValueError(
             f"no record in {len(logs)} log file(s): {shown}; has the server answered a request to "
             "/v1/chat/completions or /v1/completions since capture was switched on? Others are not "
@@ -93,7 +92,7 @@ def check_counts(cfg: Config, logs: list[Path], counts: RecordCounts) -> None:
         f"{sum(rejected.values())} of {counts.total['records']} records rejected ({rate:.1%} > "
         f"ingest.max_reject_rate {cfg.ingest.max_reject_rate:.1%}), nothing was published; mostly "
         f"{counts.meaning(worst)}, first at byte {example.rpartition(':')[2]} of "
-        f"{example.rpartition(':')[0]}: {reason_of(worst).fix}. All are in {cfg.path('rejects')}"
+        f"{example.rpartition(':')[0]}: {reason_of(worst).fix}. All are in {cfg.place('rejects')}"
     )
 
 

@@ -35,7 +35,7 @@ from jobs.dataset.samples import (
     with_tokens,
 )
 from jobs.training.states import begun_at, is_unfinished, products
-from store.features import check_all_harvested
+from store.feature_index import check_all_harvested
 from store.ids import short_hash
 from store.lease import lease
 

@@ -23,3 +23,12 @@ def write_log(cfg, name, lines, mode="w"):
     with open(folder / name, mode) as stream:
         stream.writelines(lines)
     return folder / name
+
+
+def samples(cfg) -> dict[str, int]:
+    """{sample_id: how often it was served} of all rows of traffic/."""
+    rows = cfg.table("traffic").read(["sample_id", "repeat_count"]).to_pylist()
+    found: dict[str, int] = {}
+    for row in rows:
+        found[row["sample_id"]] = found.get(row["sample_id"], 0) + row["repeat_count"]
+    return found
