@@ -349,7 +349,9 @@ def _added(shard: Shard) -> AddAction:
     stats = {"numRecords": shard.rows, "minValues": ends[0], "maxValues": ends[1]}
     stats["nullCount"] = shard.nulls
     now = int(time.time() * 1000)
-    return AddAction(shard.name, shard.bytes, {}, now, True, json.dumps(stats))
+    # The library reads escapes of characters from U+20000 on wrongly (1.6.6), hence none.
+    text = json.dumps(stats, ensure_ascii=False)
+    return AddAction(shard.name, shard.bytes, {}, now, True, text)
 
 
 def _removed(shard: Shard) -> RemoveAction:
