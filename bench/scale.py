@@ -1,5 +1,5 @@
-"""Memory and time of the data path as traffic grows: ingest, select, the reading side of harvest and
-of training, SQL.
+"""Memory and time of the data path as traffic grows: ingest, select, the reading sides of harvest
+and of training, SQL.
 
     make bench-scale                                  # 100 k, 500 k and 1 M requests of 300 tokens
     make bench-scale ARGS="--requests 20000 40000"    # quicker
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -114,8 +114,8 @@ def run(command: list[str], requests: int, size: int) -> dict[str, Any]:
 
 
 def watch(process: subprocess.Popen) -> dict[str, Any]:
-    """Peaks of memory until the process ends: of its resident pages, of what it holds itself, and of
-    what each kind of Ray process holds.
+    """Peaks of memory until the process ends: of its resident pages, of what it holds itself, and
+    of what each kind of Ray process holds.
     """
     driver_peak = driver_held = 0
     others: dict[str, int] = {}
@@ -171,7 +171,6 @@ def write_log(folder: Path, start: int, count: int) -> int:
     """
     random = np.random.default_rng(start)
     path = folder / f"log-{start:09d}.jsonl"
-    text: Callable[[np.ndarray], str] = lambda ids: ",".join(map(str, ids.tolist()))
     with open(path, "w") as log:
         for i in range(start, start + count):
             seed = i // 3 if i % 50 else 7
@@ -183,11 +182,16 @@ def write_log(folder: Path, start: int, count: int) -> int:
             log.write(
                 f'{{"v":1,"captured_at":"2026-01-{1 + day:02d}T{second // 3600:02d}:'
                 f'{second // 60 % 60:02d}:{second % 60:02d}Z","request_id":"r{i}","model":"m",'
-                f'"prompt_ids":[{text(prompt)}],"output_ids":[{text(output)}],'
+                f'"prompt_ids":[{listed(prompt)}],"output_ids":[{listed(output)}],'
                 f'"finish_reason":"stop","temperature":0,"conversation_id":"c{i // 3}",'
                 f'"domain":"d{i % 5}","tenant":"t{i % 20}"}}\n'
             )
     return path.stat().st_size
+
+
+def listed(ids: np.ndarray) -> str:
+    """Token ids as the inside of a JSON list."""
+    return ",".join(map(str, ids.tolist()))
 
 
 def show(found: dict[int, dict[str, dict[str, Any]]]) -> None:

@@ -30,7 +30,8 @@ REASONS = {
 
 AVAILABLE = "select domain, sum(tokens)::bigint from judged where reason is null group by domain"
 COUNTS = """
-select domain, side, coalesce(reason, '') as reason, count(*) as samples, sum(tokens)::bigint as tokens
+select domain, side, coalesce(reason, '') as reason, count(*) as samples,
+    sum(tokens)::bigint as tokens
 from decided group by all order by all
 """
 TAKEN = "select sample_id from decided where reason is null order by sample_id"
@@ -82,9 +83,7 @@ def divide(cfg: Config, available: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def side_budgets(
-    cfg: Config, available: Mapping[str, int], granted: Mapping[str, int]
-) -> pa.Table:
+def side_budgets(cfg: Config, available: Mapping[str, int], granted: Mapping[str, int]) -> pa.Table:
     """Most tokens by domain and side of the split, of all and of one tenant. Each side gets a fixed
     share, so that held-out samples keep their proportion. A domain below its budget is taken whole.
     """
