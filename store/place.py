@@ -1,7 +1,7 @@
 """A folder on a local disk or in a bucket: one code path for both (obstore).
 
-A write is atomic: a reader sees all of an object or none of it. `create` succeeds for exactly one of
-several writers, on whatever hosts they run. Credentials and endpoints of a bucket are taken from
+A write is atomic: a reader sees all of an object or none of it. `create` succeeds for exactly one
+of several writers, on whatever hosts they run. Credentials and endpoints of a bucket are taken from
 the usual environment variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ...), as deltalake does, too.
 """
 
@@ -37,7 +37,12 @@ RETRIES: Any = {
 }
 # Given options replace those of the environment (AWS_ALLOW_HTTP). http:// is used only where the
 # endpoint in the environment says so.
-CLIENT: Any = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "600s", "allow_http": True}
+CLIENT: Any = {
+    "connect_timeout": "5s",
+    "read_timeout": "30s",
+    "timeout": "600s",
+    "allow_http": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,8 @@ class Place:
 
     def folders(self) -> list[str]:
         """Names of the folders directly below this place."""
-        return sorted({found.name.partition("/")[0] for found in self.objects() if "/" in found.name})
+        names = (found.name for found in self.objects())
+        return sorted({name.partition("/")[0] for name in names if "/" in name})
 
     def head(self, name: str) -> Found | None:
         """What `objects` would say of the object of this name; None if there is none."""
@@ -160,7 +166,7 @@ class Place:
         """An object as a random-access file: only the ranges that are read are transferred."""
         with told(self, name):
             if self.is_local:
-                return pa.memory_map(str(self.path / name))
+                return pa.OSFile(str(self.path / name))
             return _files(self.root).open_input_file(self._key(name))
 
     def publish(self, folder: Path, last: str) -> None:
@@ -255,7 +261,9 @@ def told(place: Place, name: str) -> Iterator[None]:
         # Of a bulk deletion; and without keys, obstore asks the cloud's machine for some.
         if "AccessDenied" in str(error) or "169.254.169.254" in str(error):
             raise denied(where) from error
-        text = f"the store does not answer ({first_line(error)}): run the same command again later"
+        text = first_line(error)
+        if not place.is_local:
+            text = f"the store does not answer ({text}): run the same command again later"
         raise OSError(errno.EIO, text, where) from error
 
 

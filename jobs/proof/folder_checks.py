@@ -6,6 +6,7 @@ a folder (a clause) is a check of `flywheel preflight`.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
