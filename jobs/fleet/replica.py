@@ -8,7 +8,7 @@ from jobs.base.config import Config
 from jobs.base.devices import served_dtype
 from jobs.registry.versions import resolve
 from serving.vllm_server import Server
-from store.files import read_json
+from store.place import read_json
 
 
 def server(cfg: Config, log: str = "serve.log") -> Server:
@@ -41,9 +41,10 @@ def server(cfg: Config, log: str = "serve.log") -> Server:
 def verified_k(cfg: Config, drafter: Path) -> list[int]:
     """The K per batch size that the latest `flywheel verify` chose for this drafter; [] if none."""
     wanted = {"drafter_sha256": drafter_sha256(drafter), "target_id": target_id(cfg.target_path)}
-    files = sorted(cfg.path("verified").glob("[!.]*.json"), key=lambda file: file.stat().st_mtime)
-    for file in reversed(files):
-        found = read_json(file, ["drafter_sha256", "target_id"])
+    place = cfg.place("verified")
+    kept = sorted(place.objects(), key=lambda found: found.modified, reverse=True)
+    for item in kept:
+        found = read_json(place, item.name, ["drafter_sha256", "target_id"]) or {}
         sound = found.get("ok", True)  # a verify that failed has chosen no K
         if sound and wanted.items() <= found.items() and "k_by_batch_size" in found:
             return found["k_by_batch_size"]
