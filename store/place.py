@@ -37,7 +37,12 @@ RETRIES: Any = {
 }
 # Given options replace those of the environment (AWS_ALLOW_HTTP). http:// is used only where the
 # endpoint in the environment says so.
-CLIENT: Any = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "600s", "allow_http": True}
+CLIENT: Any = {
+    "connect_timeout": "5s",
+    "read_timeout": "30s",
+    "timeout": "600s",
+    "allow_http": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,9 @@ class Place:
 
     def folders(self) -> list[str]:
         """Names of the folders directly below this place."""
-        return sorted({found.name.partition("/")[0] for found in self.objects() if "/" in found.name})
+        return sorted(
+            {found.name.partition("/")[0] for found in self.objects() if "/" in found.name}
+        )
 
     def head(self, name: str) -> Found | None:
         """What `objects` would say of the object of this name; None if there is none."""
@@ -142,13 +149,12 @@ class Place:
 
     def delete(self, names: Collection[str]) -> None:
         """Delete objects; those that are gone already are no error."""
-        if not self.is_local and names:
+        if self.is_local:
+            for name in names:
+                (self.path / name).unlink(missing_ok=True)
+        elif names:
             with told(self, ""):
                 obstore.delete(_store(self.root), [self._key(name) for name in names])
-            return
-        for name in names if not self._absent() else ():
-            with told(self, name), suppress(FileNotFoundError):
-                obstore.delete(_store(self.root), self._key(name))
 
     def delete_all(self) -> None:
         """Delete every object below this place, and on a local disk the empty folders too."""

@@ -79,9 +79,7 @@ def with_tokens(
     times = rows["captured_at"]
     bounds = {} if times.null_count or not len(times) else pc.min_max(times).as_py()  # pyright: ignore[reportAttributeAccessIssue]
     names = rows["sample_id"].combine_chunks()
-    yield from tokens_of(
-        cfg.table("traffic"), names, columns, bounds.get("min"), bounds.get("max")
-    )
+    yield from tokens_of(cfg.table("traffic"), names, columns, bounds.get("min"), bounds.get("max"))
 
 
 def load_rows(
@@ -157,10 +155,10 @@ def with_features(cfg: Config, rows: Sequence[Row], taps: Sequence[int] = ()) ->
     Raises ValueError for rows that were not harvested. Features that are damaged, or were made from
     other token ids, raise it when they are read.
     """
-    ids = {
-        row["sample_id"]: torch.tensor([*row["prompt_ids"], *row["output_ids"]]) for row in rows
-    }
-    cache = feature_cache(cfg, {n: ids_digest(t.numpy()) for n, t in ids.items()}, CACHE_BYTES, taps)
+    ids = {row["sample_id"]: torch.tensor([*row["prompt_ids"], *row["output_ids"]]) for row in rows}
+    cache = feature_cache(
+        cfg, {n: ids_digest(t.numpy()) for n, t in ids.items()}, CACHE_BYTES, taps
+    )
     return [
         StoredRequest(row["sample_id"], ids[row["sample_id"]], len(row["prompt_ids"]), cache)
         for row in rows

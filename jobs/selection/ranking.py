@@ -82,9 +82,7 @@ def divide(cfg: Config, available: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def side_budgets(
-    cfg: Config, available: Mapping[str, int], granted: Mapping[str, int]
-) -> pa.Table:
+def side_budgets(cfg: Config, available: Mapping[str, int], granted: Mapping[str, int]) -> pa.Table:
     """Most tokens by domain and side of the split, of all and of one tenant. Each side gets a fixed
     share, so that held-out samples keep their proportion. A domain below its budget is taken whole.
     """

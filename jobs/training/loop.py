@@ -102,7 +102,9 @@ def _run(loop: "Loop", drafter: Path) -> dict[str, Any]:
         loop.train()
     result = loop.metrics()
     if loop.rank == 0:
-        write_result(loop.cfg, loop.name, result)  # before the export: a drafter folder marks the end
+        write_result(
+            loop.cfg, loop.name, result
+        )  # before the export: a drafter folder marks the end
         loop.export(drafter)
     return result
 
