@@ -73,8 +73,8 @@ def usable(cfg: Config, rows: pa.Table, taps: Sequence[int] = ()) -> pa.Table:
 def with_tokens(
     cfg: Config, rows: pa.Table, columns: Sequence[str] = ("prompt_ids", "output_ids")
 ) -> Iterator[pa.RecordBatch]:
-    """`sample_id` and these TRAFFIC columns of SELECTION rows, in batches, in any order. Batches are
-    missing samples that were deleted from traffic/.
+    """`sample_id` and these TRAFFIC columns of SELECTION rows, in batches, in any order. Samples
+    that were deleted from traffic/ are missing.
     """
     times = rows["captured_at"]
     bounds = {} if times.null_count or not len(times) else pc.min_max(times).as_py()  # pyright: ignore[reportAttributeAccessIssue]
@@ -156,9 +156,8 @@ def with_features(cfg: Config, rows: Sequence[Row], taps: Sequence[int] = ()) ->
     other token ids, raise it when they are read.
     """
     ids = {row["sample_id"]: torch.tensor([*row["prompt_ids"], *row["output_ids"]]) for row in rows}
-    cache = feature_cache(
-        cfg, {n: ids_digest(t.numpy()) for n, t in ids.items()}, CACHE_BYTES, taps
-    )
+    digests = {name: ids_digest(found.numpy()) for name, found in ids.items()}
+    cache = feature_cache(cfg, digests, CACHE_BYTES, taps)
     return [
         StoredRequest(row["sample_id"], ids[row["sample_id"]], len(row["prompt_ids"]), cache)
         for row in rows
@@ -191,8 +190,8 @@ def harvested(cfg: Config, names: Collection[str], taps: Sequence[int] = ()) -> 
 
 
 def stored_top(cfg: Config, index: pa.Table) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(sample id, token ids int32 [n_output, top_k], log-probabilities float16 of that shape) of the
-    target's likeliest tokens, for samples of an index. Reads no features.
+    """(sample id, token ids int32 [n_output, top_k], log-probabilities float16 of that shape) of
+    the target's likeliest tokens, for samples of an index. Reads no features.
     """
     identity, taps = target_id(cfg.target_path), list(target_taps(cfg))
     hidden, top_k = target_config(cfg)["hidden_size"], captured_top_k(cfg)

@@ -30,7 +30,8 @@ REASONS = {
 
 AVAILABLE = "select domain, sum(tokens)::bigint from judged where reason is null group by domain"
 COUNTS = """
-select domain, side, coalesce(reason, '') as reason, count(*) as samples, sum(tokens)::bigint as tokens
+select domain, side, coalesce(reason, '') as reason, count(*) as samples,
+    sum(tokens)::bigint as tokens
 from decided group by all order by all
 """
 TAKEN = "select sample_id from decided where reason is null order by sample_id"
