@@ -148,13 +148,12 @@ class Place:
 
     def delete(self, names: Collection[str]) -> None:
         """Delete objects; those that are gone already are no error."""
-        if not self.is_local and names:
+        if self.is_local:
+            for name in names:
+                (self.path / name).unlink(missing_ok=True)
+        elif names:
             with told(self, ""):
                 obstore.delete(_store(self.root), [self._key(name) for name in names])
-            return
-        for name in names if not self._absent() else ():
-            with told(self, name), suppress(FileNotFoundError):
-                obstore.delete(_store(self.root), self._key(name))
 
     def delete_all(self) -> None:
         """Delete every object below this place, and on a local disk the empty folders too."""

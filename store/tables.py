@@ -272,11 +272,13 @@ class Table:
         return table
 
 
+KEPT_DAYS = 90
 KEEP = {
     "delta.logRetentionDuration": "interval 3650 days",
-    "delta.deletedFileRetentionDuration": "interval 7 days",
+    "delta.deletedFileRetentionDuration": f"interval {KEPT_DAYS} days",
 }
-"""Old versions end with `flywheel gc`, not by themselves."""
+"""Old versions end with `flywheel gc`, not by themselves. A log tells for KEPT_DAYS when a file was
+removed from its table."""
 NOTE = "flywheel"
 
 
