@@ -1,5 +1,5 @@
-"""The one definition of acceptance: tau, tau_weighted, tau_macro, acceptance by position, the cut at
-the end.
+"""The one definition of acceptance: tau, tau_weighted, tau_macro, acceptance by position, the cut
+at the end.
 
 The first output token comes from prefill and belongs to no round. A round starts at an output token
 a, its anchor, and drafts the tokens after it. The target keeps `accepted` of the drafts and adds

@@ -18,7 +18,7 @@ from jobs.base.console import print_table
 from jobs.base.packages import vllm_version
 from jobs.evaluation.drafters import find_drafter
 from jobs.proof.folder_checks import check_folder
-from jobs.proof.kept_results import preflight_passed, preflight_result
+from jobs.proof.kept_results import preflight_result
 from jobs.proof.preflight_run import try_on_engine
 from jobs.reporting.page import publish
 from store.place import read_json, write_json

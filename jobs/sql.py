@@ -2,7 +2,8 @@
 
 One question over the work folder, answered by DuckDB. Queries can use the views `acceptance`,
 `traffic`, `selection`, `rejects`, `set_aside`, `promotions`, `champion`, `logs` and `stages`, and
-the macros of sql/00_sources.sql. Only published data is read; nothing is written. Times and days are UTC.
+the macros of sql/00_sources.sql. Only published data is read; nothing is written. Times and days
+are UTC.
 """
 
 from datetime import date, datetime

@@ -6,6 +6,7 @@ from dflash.checkpoint import drafter_sha256
 from dflash.identity import target_id
 from jobs.base.config import Config
 from jobs.base.devices import served_dtype
+from jobs.base.drafter_folders import local_folder
 from jobs.registry.versions import resolve
 from serving.vllm_server import Server
 from store.place import read_json
@@ -54,8 +55,10 @@ def verified_k(cfg: Config, drafter: Path) -> list[int]:
 def _drafter(cfg: Config) -> tuple[Path | None, str | None]:
     """(folder, version) of serve.drafter; (None, None) without one."""
     if cfg.serve.drafter != "champion":
-        folder = Path(cfg.serve.drafter).absolute()
-        return (folder, folder.name) if cfg.serve.drafter else (None, None)
+        if not cfg.serve.drafter:
+            return None, None
+        folder = local_folder(cfg, cfg.serve.drafter)
+        return folder, folder.name
     found = resolve(cfg, "champion")
     if found is None:
         raise ValueError("there is no champion yet: `flywheel promote`, or name a drafter folder")

@@ -23,8 +23,8 @@ def publish(cfg: Config, drafter_sha256: str) -> str | None:
     """Write <work>/reports/<drafter>.html and attach it to the drafter's MLflow run. If work is a
     bucket, the scratch folder gets a copy for a browser.
 
-    Returns its path on this machine; None for a drafter that was never evaluated, which gets no page. Raises
-    ValueError for a result that lacks what the page shows.
+    Returns its path on this machine; None for a drafter that was never evaluated, which gets no
+    page. Raises ValueError for a result that lacks what the page shows.
     """
     if not evaluated(cfg, drafter_sha256):
         return None
@@ -34,8 +34,8 @@ def publish(cfg: Config, drafter_sha256: str) -> str | None:
         data = render(cfg, facts).encode()
     except (LookupError, TypeError, AttributeError, UndefinedError) as error:
         raise ValueError(
-            f"a result below {cfg.place()} (evaluations/, verified/, preflight/ or methods/) is not "
-            f"as this version writes it ({error!r}): move it away and measure again"
+            f"a result below {cfg.place()} (evaluations/, verified/, preflight/ or methods/) is "
+            f"not as this version writes it ({error!r}): move it away and measure again"
         ) from error
     place, file = cfg.place("reports"), f"{name}.html"
     place.write(file, data)

@@ -12,8 +12,8 @@ from dflash.acceptance import (
     positions,
     tau,
     tau_macro,
-    tau_weighted,
     tau_of_counts,
+    tau_weighted,
 )
 
 
