@@ -6,6 +6,7 @@ the usual environment variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ...), as de
 """
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -148,13 +149,12 @@ class Place:
 
     def delete(self, names: Collection[str]) -> None:
         """Delete objects; those that are gone already are no error."""
-        if not self.is_local and names:
+        if self.is_local:
+            for name in names:
+                (self.path / name).unlink(missing_ok=True)
+        elif names:
             with told(self, ""):
                 obstore.delete(_store(self.root), [self._key(name) for name in names])
-            return
-        for name in names if not self._absent() else ():
-            with told(self, name), suppress(FileNotFoundError):
-                obstore.delete(_store(self.root), self._key(name))
 
     def delete_all(self) -> None:
         """Delete every object below this place, and on a local disk the empty folders too."""
@@ -167,7 +167,8 @@ class Place:
         with told(self, name):
             if self.is_local:
                 return pa.OSFile(str(self.path / name))
-            return _files(self.root).open_input_file(self._key(name))
+            files, folder = _files(self.root)
+            return files.open_input_file(f"{folder}/{self._key(name)}".lstrip("/"))
 
     def publish(self, folder: Path, last: str) -> None:
         """Put the files of a local folder here, the file `last` at the end: a reader that finds it
@@ -186,13 +187,13 @@ class Place:
         there = [(f.name, f.size, f.e_tag) for f in self.objects()]
         if not there:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        copy = cache / self.name
-        stamp = json.dumps([str(self), there])
-        known = copy.with_name(f".{self.name}.json")
+        cache = cache / hashlib.sha256(str(self).encode()).hexdigest()[:12]
+        copy, known = cache / self.name, cache / ".known.json"
+        stamp = json.dumps(there)
         if known.is_file() and known.read_text() == stamp and copy.is_dir():
             return copy
         known.unlink(missing_ok=True)
-        partial = copy.with_name(f".{self.name}.{os.getpid()}")
+        partial = cache / f".partial.{os.getpid()}"
         shutil.rmtree(partial, ignore_errors=True)
         for name, _, _ in there:
             self.save(name, partial / name)
@@ -241,8 +242,11 @@ def _store(root: str) -> ObjectStore:
 
 
 @lru_cache(maxsize=32)
-def _files(root: str) -> pafs.FileSystem:
-    return pafs.PyFileSystem(DeltaStorageHandler(root))
+def _files(root: str) -> tuple[pafs.FileSystem, str]:
+    """The file system of a bucket, and the path of `root` in it."""
+    if root.startswith(("s3://", "gs://")):
+        return pafs.FileSystem.from_uri(root)
+    return pafs.PyFileSystem(DeltaStorageHandler(root)), ""  # holds the GIL while it waits
 
 
 @contextmanager
