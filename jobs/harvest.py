@@ -1,10 +1,11 @@
 """flywheel harvest [harvest.backend=vllm] [harvest.workers=2]
 
-<work>/traffic -> <work>/features/<cache key>: one teacher-forced pass of the target over prompt +
-output of every sample that has no features yet. Each Ray actor holds one target and commits its own
-shards. Token ids go to the actors and a summary comes back; features never travel through Ray. A
-sample that fails a check is recorded with the reason in <work>/set_aside. It is not tried again,
-except with another backend or dtype where the reason may lie in those.
+<work>/selection -> <work>/features/<cache key>: one teacher-forced pass of the target over prompt +
+output of every selected sample that has no features yet. Each Ray actor holds one target and writes
+its own shards; the table <work>/feature_index lists them as they are finished. Token ids go to the
+actors and small rows come back; features never travel through Ray. A sample that fails a check is
+recorded with the reason in <work>/set_aside. It is not tried again, except with another backend or
+dtype where the reason may lie in those.
 """
 
 from typing import Any
@@ -15,10 +16,10 @@ from jobs.harvesting.missing_features import harvest_missing, show
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Harvest every sample of traffic/ that has no features; returns the summary.
+    """Harvest every selected sample that has no features; returns the summary.
 
-    Samples that fail a check are set aside. Raises ValueError without traffic, and if the share set
-    aside is significantly above harvest.max_reject_rate; all other features are published first.
+    Samples that fail a check are set aside. Raises ValueError without a selection, and if the share
+    set aside is significantly above harvest.max_reject_rate; all other features are listed first.
     """
     done = harvest_missing(cfg)
     show(done)

@@ -1,10 +1,10 @@
 """flywheel select [--plan] [select.days=30] [select.domains=tickets=2000000,*=500000]
 
-Pins what is learned from: <work>/traffic -> <work>/selection, a small table of sample ids. Harvest,
-training and evaluation read the selection and nothing else, so what they cost follows the budgets of
-this stage, whatever the traffic is. The newest samples of each domain are taken, within budgets of
-tokens and caps per tenant and per repeated prompt. With --plan it says what would be taken, and why
-the rest would not, and writes nothing.
+Pins what is learned from: <work>/traffic -> <work>/selection, a small table of sample ids.
+Harvest, training and evaluation read the selection and nothing else, so what they cost follows the
+budgets of this stage, whatever the traffic is. The newest samples of each domain are taken, within
+budgets of tokens and caps per tenant and per repeated prompt. With --plan it says what would be
+taken, and why the rest would not, and writes nothing.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from jobs.base.config import Config
 from jobs.base.console import console, print_table, short_name
 from jobs.dataset.samples import none_of_target
 from jobs.dataset.slices import largest_rows
-from jobs.selection.ranking import REASONS, Ranking
+from jobs.selection.ranking import REASONS, Ranking, rank
 from jobs.selection.sides import choose, earlier_sides
 from store.lease import lease
 
@@ -43,7 +43,7 @@ def run(cfg: Config) -> dict[str, Any]:
         versions = {name: cfg.table(name).version() for name in sources}
         ranking = _ranking(cfg, identity)
         earlier = earlier_sides(cfg, identity)
-        rows, moved = choose(cfg, identity, ranking.taken(), earlier)
+        rows, moved = choose(cfg, identity, ranking.taken, earlier)
         held.check()
         note = {"versions": versions, "target_id": identity, "budgets": ranking.budgets}
         version = table.replace("target_id", [identity], [table.write(rows)], note)
@@ -67,7 +67,7 @@ def run(cfg: Config) -> dict[str, Any]:
 
 
 def _ranking(cfg: Config, identity: str) -> Ranking:
-    ranking = Ranking(cfg, identity)
+    ranking = rank(cfg, identity)
     if not ranking.counts.num_rows:
         raise none_of_target(cfg, "sample", "run `flywheel ingest` first")
     return ranking

@@ -111,6 +111,13 @@ def take(place: Place, wait: float = SECONDS, seconds: float = SECONDS) -> Lease
         time.sleep(min(0.2, max(0.01, wait / 20)))
 
 
+def held_leases(places: Place) -> list[str]:
+    """Leases below a place that somebody holds now, each with its holder, by name."""
+    found = ((name, _latest(places / name)[1]) for name in places.folders())
+    held = [(n, h) for n, h in found if time.time() <= h.get("until", 0.0) and not _is_dead(h)]
+    return [f"{name} ({other['who']})" for name, other in held]
+
+
 def who() -> str:
     """user@host, as in leases and promotion records."""
     try:

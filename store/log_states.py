@@ -151,4 +151,4 @@ def _shard(value: dict[str, Any], schema: pa.Schema) -> Shard:
         {k: datetime.fromisoformat(v) if k in times else v for k, v in value[side].items()}
         for side in ("low", "high")
     )
-    return Shard(value["name"], value["bytes"], value["rows"], low, high)
+    return Shard(value["name"], value["bytes"], value["rows"], low, high, value["nulls"])

@@ -1,36 +1,29 @@
-"""Repair of a folder of feature shards: damaged rows are removed, finished shards are published.
+"""Repair of the feature cache: damaged rows leave the index, finished shards enter it.
 
-An interrupted harvest leaves shards that no manifest lists. The next harvest adopts them, even if
-it would divide the samples into other shards. Checking every byte of a cache costs as much as
-reading it. So a file is checked again only if its size or time changed. A reader that finds a bad
-row touches the file for this reason.
+An interrupted harvest leaves shards that nothing lists. The next harvest adopts them. Checking
+every byte of a cache costs as much as reading it. So a shard is checked again only if it is marked
+by a reader, or its size or e_tag is not the listed one. One listing of the folder tells.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from store import files
-from store.features import find_faults
-from store.ids import short_hash
-from store.shards import ShardInfo, read_manifests, shard_info, write_manifest, write_shard
-
-SEEN = "seen.json"
-Opened = Callable[[Path], pq.ParquetFile]
+from store.feature_index import index_of
+from store.feature_shards import MARKS, find_faults, index_rows, listed, open_shard
+from store.place import Found, Place
+from store.schemas import FEATURE_INDEX
+from store.tables import Table
 
 
 @dataclass
 class Mended:
     """What was repaired.
 
-    damaged: sample id -> what was wrong. lost: files that were gone or could not be read. adopted:
-    number of samples in shards that were published now.
+    damaged: sample id -> what was wrong. lost: shards that were gone or could not be read. adopted:
+    number of samples of finished shards that are listed now.
     """
 
     damaged: dict[str, str] = field(default_factory=dict)
@@ -38,122 +31,88 @@ class Mended:
     adopted: int = 0
 
 
-def mend(folder: Path, opened: Opened) -> Mended:
-    """Take damaged rows and files out of what `folder` publishes, and publish its finished shards.
+def mend(place: Place, index: Table, schema: pa.Schema, check: Callable[[], None]) -> Mended:
+    """Take damaged rows out of the table feature_index, and list finished shards.
 
-    opened: opens a path as a shard of this cache, and raises ValueError if it is none.
+    place: features/<cache key>. schema: of this cache (store.schemas.features_schema). check: is
+    called right before each commit, and raises if this process may not commit any more. Shards are
+    never deleted here: `flywheel gc` does that.
     """
-    found = Mended()
-    for manifest in read_manifests(folder):
-        _mend_manifest(folder, manifest, opened, found)
-    leftovers = _leftovers(folder, opened)
-    if leftovers:
-        publish(folder, leftovers, {"adopted": len(leftovers)})
-        found.adopted = sum(shard.rows for shard in leftovers)
-    remember(folder)
+    found, objects = Mended(), list(place.objects())
+    shards = {o.name: o for o in objects if o.name.endswith(".parquet") and "/" not in o.name}
+    marks = [o.name for o in objects if o.name.startswith(f"{MARKS}/")]
+    listed_as = _listed_files(index, place.name)
+    suspect = {name.rpartition("/")[2] for name in marks} & listed_as.keys()
+    for name, stamp in listed_as.items():
+        if name not in shards or stamp != (shards[name].size, shards[name].e_tag):
+            suspect.add(name)
+    if suspect:
+        rows = _intact(place, index, schema, {name: shards.get(name) for name in suspect}, found)
+        new = [index.write(rows)] if len(rows) else []
+        check()
+        index.replace("file", suspect, new)
+    place.delete(marks)
+    unlisted = [shard for name, shard in shards.items() if name not in listed_as]
+    fresh = _leftovers(place, index, schema, unlisted) if unlisted else []
+    if any(map(len, fresh)):
+        check()
+        index.append(pa.concat_tables(fresh))
+        found.adopted = sum(map(len, fresh))
     return found
 
 
-def publish(folder: Path, shards: list[ShardInfo], inputs: dict[str, Any]) -> None:
-    """Publish these shards beside the manifests in force. The key depends on both: samples of a
-    shard that was removed may come back in a file of the same name.
-    """
-    names = sorted(shard.path.name for shard in shards)
-    key = short_hash([names, [manifest["key"] for manifest in read_manifests(folder)]])
-    write_manifest(folder, key, shards, inputs)
+def _listed_files(index: Table, key: str) -> dict[str, tuple[int, str]]:
+    """Bytes and e_tag of every shard that the index names."""
+    columns = ["file", "file_bytes", "e_tag"]
+    rows = index.read(columns, pc.field("features_key") == key).group_by(columns).aggregate([])
+    return {row["file"]: (row["file_bytes"], row["e_tag"]) for row in rows.to_pylist()}
 
 
-def remember(folder: Path) -> None:
-    """Record size and time of every published file; call it when all of them are known intact."""
-    names = {entry["file"] for m in read_manifests(folder) for entry in m["files"]}
-    if names:
-        seen = {name: _stamp(folder / name) for name in sorted(names)}
-        data = json.dumps(seen, indent=1).encode()
-        files.commit(folder / SEEN, lambda stream: stream.write(data))
-
-
-def _mend_manifest(folder: Path, manifest: dict[str, Any], opened: Opened, found: Mended) -> None:
-    seen = files.read_json(folder / SEEN) if (folder / SEEN).is_file() else {}
-    kept: list[ShardInfo] = []
-    gone: list[Path] = []
-    for entry in manifest["files"]:
-        path = folder / entry["file"]
-        stamp = _stamp(path)
-        if stamp and stamp == seen.get(path.name) and stamp[0] == entry["bytes"]:
-            kept.append(_info(folder, entry))
-            continue
-        rest = _look(path, opened, found)
-        if rest is None or rest.path != path:
-            gone.append(path)
-        if rest:
-            kept.append(rest)
-    entries = [shard.entry() for shard in sorted(kept, key=lambda shard: shard.path.name)]
-    if entries != manifest["files"]:
-        key = short_hash(["mended", manifest["key"], entries])
-        inputs = {"mended": manifest["key"]}
-        write_manifest(folder, key, kept, inputs, replaces=[manifest["key"]])
-        for path in gone:
-            path.unlink(missing_ok=True)
-
-
-def _look(path: Path, opened: Opened, found: Mended) -> ShardInfo | None:
-    """The shard without its damaged rows; None if nothing is left of it."""
-    try:
-        file = opened(path)
-        faults = find_faults(path, file)
-        if not faults:
-            return shard_info(path)
-        found.damaged |= faults
-        table = file.read()
-    except ValueError:
-        found.lost.append(path.name)
-        return None
-    bad = pa.array(sorted(faults), pa.string())
-    rest = table.filter(~pc.field("sample_id").isin(bad))
-    if not rest.num_rows:
-        return None
-    return write_shard(path.with_name(f"{short_hash(rest['sample_id'].to_pylist())}.parquet"), rest)
-
-
-def _leftovers(folder: Path, opened: Opened) -> list[ShardInfo]:
-    """Undamaged shards that no manifest lists, of samples that no other shard has.
-
-    A shard whose samples are all published has no use, so it is deleted: features are large.
-    """
-    listed = {entry["file"] for m in read_manifests(folder) for entry in m["files"]}
-    published: set[str] = set()
-    for name in listed:
-        published |= _names(opened(folder / name))
-    taken = set(published)
-    left = []
-    for path in sorted(folder.glob("[!.]*.parquet")):
-        if path.name in listed:
-            continue
+def _intact(
+    place: Place, index: Table, schema: pa.Schema, shards: dict[str, Found | None], found: Mended
+) -> pa.Table:
+    """The rows of the index for shards that may be damaged or gone, without the damaged ones."""
+    where = (pc.field("features_key") == place.name) & pc.field("file").isin(list(shards))
+    before, kept = index.read(["sample_id", "file"], where), [FEATURE_INDEX.empty_table()]
+    for name, shard in sorted(shards.items()):
         try:
-            file = opened(path)
-            names = _names(file)
-            if names <= published:
-                path.unlink(missing_ok=True)
-            elif names.isdisjoint(taken) and not find_faults(path, file):
-                left.append(shard_info(path))
-                taken |= names
+            rows, faults = _checked(place, schema, shard) if shard else (None, {})
         except ValueError:
-            continue  # of another cache, or incomplete: not read; harvest computes its samples
-    return left
+            rows, faults = None, {}
+        if rows is None:
+            found.lost.append(name)
+            continue
+        known = before.filter(pc.field("file") == name)["sample_id"].combine_chunks()
+        kept.append(rows.filter(pc.field("sample_id").isin(known)))
+        known = set(known.to_pylist())
+        found.damaged |= {sample: fault for sample, fault in faults.items() if sample in known}
+    return pa.concat_tables(kept)
 
 
-def _names(file: pq.ParquetFile) -> set[str]:
-    return set(file.read(["sample_id"])["sample_id"].to_pylist())
+def _leftovers(
+    place: Place, index: Table, schema: pa.Schema, shards: list[Found]
+) -> list[pa.Table]:
+    """Index rows of undamaged samples of shards that nothing lists, which no listed shard has."""
+    fresh, known = [], index_of(index, place.name)["sample_id"].combine_chunks()
+    for shard in shards:
+        try:
+            samples = listed(place, shard.name, open_shard(place, shard.name, schema))
+            new = pa.table({"sample_id": pa.array([s[0] for s in samples], pa.string())})
+            if not len(new.filter(~pc.field("sample_id").isin(known))):
+                continue  # computed again by a harvest that was overtaken
+            rows, _ = _checked(place, schema, shard)
+        except ValueError:
+            continue  # of another cache, or damaged: not read; harvest computes its samples
+        fresh.append(rows.filter(~pc.field("sample_id").isin(known)))
+        known = pa.concat_arrays([known, fresh[-1]["sample_id"].combine_chunks()])
+    return fresh
 
 
-def _stamp(path: Path) -> list[int] | None:
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return [stat.st_size, stat.st_mtime_ns]
-
-
-def _info(folder: Path, entry: dict[str, Any]) -> ShardInfo:
-    fields = {name: entry[name] for name in ("rows", "tokens", "bytes", "sha256")}
-    return ShardInfo(path=folder / entry["file"], **fields)
+def _checked(place: Place, schema: pa.Schema, shard: Found) -> tuple[pa.Table, dict[str, str]]:
+    """(index rows of the undamaged samples of a shard, what is wrong with the others). Reads every
+    byte. Raises ValueError if it cannot be read.
+    """
+    footer = open_shard(place, shard.name, schema)
+    faults = find_faults(place, shard.name, footer)
+    sound = [sample for sample in listed(place, shard.name, footer) if sample[0] not in faults]
+    return index_rows(place.name, shard, sound, shard.modified), faults

@@ -18,8 +18,8 @@ import os
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, cast
 
@@ -33,34 +33,50 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction
 
 from store.place import Place, denied, first_line
-from store.schemas import TIMESTAMP
 
 ROW_GROUP_BYTES = 64 << 20
 TRIES = 60
 """Most attempts of one change. Each is lost only to a change of another writer."""
 MAX_STATISTIC = 64
 """Most characters of a text in a shard's statistics."""
+LAST_CHARACTER = "\U0010ffff"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A Parquet file of a table. `low` and `high`: least and greatest value by column."""
+    """A Parquet file of a table. By column: no value is below `low` or above `high`, and `nulls`
+    rows have none. Of a column that they lack, nothing is known.
+    """
 
     name: str
     bytes: int
     rows: int
     low: dict[str, Any]
     high: dict[str, Any]
+    nulls: dict[str, int] = field(default_factory=dict)
 
     def has_only(self, column: str, values: Collection[Any]) -> bool:
         """Whether each row has the same value in this column, one of `values`."""
         low, high = self.low.get(column), self.high.get(column)
-        return low is not None and low == high and low in values
+        same = low is not None and low == high and self.nulls.get(column) == 0
+        return same and low in values
 
     def may_have(self, column: str, values: Collection[Any]) -> bool:
         """Whether a row may have one of `values` in this column."""
+        if self.nulls.get(column) == self.rows:
+            return False
         low, high = self.low.get(column), self.high.get(column)
         return low is None or high is None or any(low <= value <= high for value in values)
+
+    def bounds(self, schema: pa.Schema) -> pc.Expression:
+        """What is known of every row, for a scanner that leaves out shards."""
+        known = pc.scalar(True)
+        for name in self.low.keys() & self.high.keys() & set(schema.names):
+            kind, column = schema.field(name).type, pc.field(name)
+            inside = column >= pa.scalar(self.low[name], kind)
+            inside &= column <= pa.scalar(self.high[name], kind)
+            known &= inside if self.nulls.get(name) == 0 else inside | column.is_null()
+        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +171,16 @@ class Table:
         if found is None:
             return ds.dataset(self.schema.empty_table())
         with told(self.place):
-            return cast(ds.Dataset, found.to_pyarrow_dataset(schema=self.schema))
+            rows = cast(ds.FileSystemDataset, found.to_pyarrow_dataset(schema=self.schema))
+            shards = _shards(found)
+            # Not the library's own bounds: it leaves out shards that lack a statistic (1.6.6).
+            fragments = [
+                rows.format.make_fragment(
+                    path, rows.filesystem, partition_expression=shards[path].bounds(self.schema)
+                )
+                for path in rows.files
+            ]
+            return ds.FileSystemDataset(fragments, self.schema, rows.format, rows.filesystem)
 
     def batches(
         self,
@@ -197,7 +222,8 @@ class Table:
         for shard in shards:
             with told(self.place, shard.name):
                 rows = pq.read_table(self.place.open(shard.name))
-            kept = rows.filter(~pc.field(column).isin(pa.array(values, rows.schema.field(column).type)))
+            theirs = pa.array(values, rows.schema.field(column).type)
+            kept = rows.filter(~pc.field(column).isin(theirs))
             if len(kept) < len(rows):
                 touched.append(shard.name)
                 rest += [write_shard(self.place, kept)] if len(kept) else []
@@ -216,15 +242,22 @@ class Table:
                         custom_metadata={NOTE: json.dumps(mine)}, max_commit_retries=0
                     ),
                 )
-        except CommitFailedError:
-            # A store that answered too late made the library try again, and find its own commit.
-            return self.note(table.version() + 1).get("commit") == mine["commit"]
+        except (CommitFailedError, OSError) as error:
+            # The answer of the store may have been lost, after it had committed.
+            if self.note(table.version() + 1).get("commit") == mine["commit"]:
+                return True
+            if isinstance(error, OSError):
+                raise
+            return False
         return True
+
+    def _options(self) -> dict[str, str] | None:
+        return None if self.place.is_local else OPTIONS
 
     def _open(self, version: int | None = None) -> DeltaTable | None:
         try:
             with told(self.place):
-                return DeltaTable(str(self.place), version=version)
+                return DeltaTable(str(self.place), version=version, storage_options=self._options())
         except TableNotFoundError:
             return None
 
@@ -234,24 +267,39 @@ class Table:
         if table is None:
             if self.place.is_local:
                 self.place.path.mkdir(parents=True, exist_ok=True)
-            with told(self.place):
-                table = DeltaTable.create(
-                    str(self.place), self.schema, mode="ignore", configuration=KEEP
+            with told(self.place), suppress(CommitFailedError):  # another writer was first
+                DeltaTable.create(
+                    str(self.place),
+                    self.schema,
+                    mode="ignore",
+                    configuration=KEEP,
+                    storage_options=self._options(),
                 )
             table = self._open()
             assert table is not None
         known = {field.name for field in table.schema().fields}
         if new := [f for f in _delta_fields(self.schema) if f.name not in known]:
-            with told(self.place):
+            with told(self.place), suppress(CommitFailedError):
                 table.alter.add_columns(new)
+            return self._opened()
         return table
 
 
+KEPT_DAYS = 90
+OPTIONS = {
+    "max_retries": "1000",
+    "retry_timeout": "60s",
+    "backoff_config.max_backoff": "2s",
+    "connect_timeout": "5s",
+    "allow_http": "true",
+}
+"""Of the object store under a table in a bucket; as in store/place.py."""
 KEEP = {
     "delta.logRetentionDuration": "interval 3650 days",
-    "delta.deletedFileRetentionDuration": "interval 7 days",
+    "delta.deletedFileRetentionDuration": f"interval {KEPT_DAYS} days",
 }
-"""Old versions end with `flywheel gc`, not by themselves."""
+"""Old versions end with `flywheel gc`, not by themselves. A log tells for KEPT_DAYS when a file was
+removed from its table."""
 NOTE = "flywheel"
 
 
@@ -260,7 +308,8 @@ class Conflict(OSError):
 
 
 def write_shard(place: Place, rows: pa.Table, metadata: dict[str, str] | None = None) -> Shard:
-    """Write rows as one Parquet object named after its bytes. If it is there already, it is kept.
+    """Write rows as one Parquet object named after its bytes. If it is there already, it is written
+    again: what was written a moment ago is safe from `flywheel gc`.
 
     zstd-1; dictionaries for strings only (tensor bytes do not repeat); row groups of about 64 MiB.
     """
@@ -279,24 +328,30 @@ def write_shard(place: Place, rows: pa.Table, metadata: dict[str, str] | None = 
     )
     data = sink.getvalue()
     name = f"{hashlib.sha256(data).hexdigest()[:32]}.parquet"
-    place.create(name, obstore.Bytes(memoryview(data).cast("B")))
-    low, high = _extremes(rows)
-    return Shard(name, data.size, rows.num_rows, low, high)
+    place.write(name, obstore.Bytes(memoryview(data).cast("B")))
+    nulls = {column: rows[column].null_count for column in rows.column_names}
+    return Shard(name, data.size, rows.num_rows, *_extremes(rows), nulls)
 
 
 def _extremes(rows: pa.Table) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Least and greatest value of each column that Delta Lake has statistics of."""
+    """A lower and an upper bound of each column that Delta Lake has statistics of.
+
+    Readers of other make leave out shards that lack them, so each column has them in every shard,
+    or in none. Long texts are cut, as the format allows.
+    """
     low: dict[str, Any] = {}
     high: dict[str, Any] = {}
-    for field in rows.schema:
-        kind = field.type
-        if not (pa.types.is_string(kind) or pa.types.is_integer(kind) or kind == TIMESTAMP):
+    for column in rows.schema:
+        if not (pa.types.is_string(column.type) or pa.types.is_primitive(column.type)):
             continue
-        ends = pc.min_max(rows[field.name]).as_py()  # pyright: ignore[reportAttributeAccessIssue]
-        values = [ends["min"], ends["max"]]
-        if None in values or any(isinstance(v, str) and len(v) > MAX_STATISTIC for v in values):
+        ends = pc.min_max(rows[column.name]).as_py()  # pyright: ignore[reportAttributeAccessIssue]
+        least, most = ends["min"], ends["max"]
+        if least is None or least != least:
             continue
-        low[field.name], high[field.name] = values
+        if isinstance(most, str) and len(most) > MAX_STATISTIC:
+            most = max(most[:MAX_STATISTIC] + LAST_CHARACTER, most)
+        low[column.name] = least[:MAX_STATISTIC] if isinstance(least, str) else least
+        high[column.name] = most
     return low, high
 
 
@@ -304,19 +359,22 @@ def _shards(table: DeltaTable) -> dict[str, Shard]:
     actions: Any = pa.table(table.get_add_actions(flatten=True))
     found = {}
     for row in actions.to_pylist():
-        ends = [
+        known = [
             {k.removeprefix(p): v for k, v in row.items() if k.startswith(p) and v is not None}
-            for p in ("min.", "max.")
+            for p in ("min.", "max.", "null_count.")
         ]
-        found[row["path"]] = Shard(row["path"], row["size_bytes"], row["num_records"], *ends)
+        found[row["path"]] = Shard(row["path"], row["size_bytes"], row["num_records"], *known)
     return found
 
 
 def _added(shard: Shard) -> AddAction:
     ends = [{k: _plain(v) for k, v in side.items()} for side in (shard.low, shard.high)]
     stats = {"numRecords": shard.rows, "minValues": ends[0], "maxValues": ends[1]}
+    stats["nullCount"] = shard.nulls
     now = int(time.time() * 1000)
-    return AddAction(shard.name, shard.bytes, {}, now, True, json.dumps(stats))
+    # The library reads escapes of characters from U+20000 on wrongly (1.6.6), hence none.
+    text = json.dumps(stats, ensure_ascii=False)
+    return AddAction(shard.name, shard.bytes, {}, now, True, text)
 
 
 def _removed(shard: Shard) -> RemoveAction:

@@ -79,3 +79,15 @@ def s3_env(s3, monkeypatch):
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)
     return s3
+
+
+@pytest.fixture
+def bucket(s3_env):
+    """The URL of an empty place in a bucket that this process can reach."""
+    return s3_env.url()
+
+
+@pytest.fixture(params=["local", "bucket"])
+def work_url(request, tmp_path):
+    """An empty work folder, on a local disk and in a bucket."""
+    return str(tmp_path / "work") if request.param == "local" else request.getfixturevalue("bucket")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jobs.base.profiles import PROFILES, profile_of
-from jobs.base.sections.data import Demo, Harvest, Ingest, Select
+from jobs.base.sections.data import Cache, Demo, Gc, Harvest, Ingest, Select
 from jobs.base.sections.environment import Mlflow, Ray, Target
 from jobs.base.sections.judging import Evaluate, Preflight, Promote, Rollback, Sql
 from jobs.base.sections.serving import Methods, Serve, Verify
@@ -58,6 +58,8 @@ class Config:
     ingest: Ingest = field(default_factory=Ingest)
     select: Select = field(default_factory=Select)
     harvest: Harvest = field(default_factory=Harvest)
+    cache: Cache = field(default_factory=Cache)
+    gc: Gc = field(default_factory=Gc)
     drafter: Drafter = field(default_factory=Drafter)
     train: Train = field(default_factory=Train)
     convert: Convert = field(default_factory=Convert)
@@ -93,7 +95,8 @@ class Config:
         """The absolute path of something in the scratch folder: logs, databases, states."""
         folder = self.scratch
         if not folder:
-            folder = f"runs/{self.work.rstrip('/').rpartition('/')[2]}" if self._remote else self.work
+            name = self.work.rstrip("/").rpartition("/")[2]
+            folder = f"runs/{name}" if self._remote else self.work
         return Path(folder).expanduser().absolute().joinpath(*parts)
 
     def place(self, *parts: str) -> Place:

@@ -13,14 +13,9 @@ from torch import Tensor
 from dflash.identity import legacy_target_id, target_id
 from jobs.base.config import Config
 from jobs.base.target_facts import target_config, target_taps
-from store.features import (
-    FeatureCache,
-    cache_key,
-    check_all_harvested,
-    ids_digest,
-    index_of,
-    read_top,
-)
+from store.feature_cache import FeatureCache, read_top
+from store.feature_index import check_all_harvested, index_of
+from store.features import cache_key, ids_digest
 from store.place import Place
 from store.set_aside import read_set_aside
 from store.traffic_table import tokens_of
@@ -78,15 +73,13 @@ def usable(cfg: Config, rows: pa.Table, taps: Sequence[int] = ()) -> pa.Table:
 def with_tokens(
     cfg: Config, rows: pa.Table, columns: Sequence[str] = ("prompt_ids", "output_ids")
 ) -> Iterator[pa.RecordBatch]:
-    """`sample_id` and these TRAFFIC columns of SELECTION rows, in batches, in any order. Batches are
-    missing samples that were deleted from traffic/.
+    """`sample_id` and these TRAFFIC columns of SELECTION rows, in batches, in any order. Samples
+    that were deleted from traffic/ are missing.
     """
     times = rows["captured_at"]
     bounds = {} if times.null_count or not len(times) else pc.min_max(times).as_py()  # pyright: ignore[reportAttributeAccessIssue]
     names = rows["sample_id"].combine_chunks()
-    yield from tokens_of(
-        cfg.table("traffic"), names, columns, bounds.get("min"), bounds.get("max")
-    )
+    yield from tokens_of(cfg.table("traffic"), names, columns, bounds.get("min"), bounds.get("max"))
 
 
 def load_rows(
@@ -162,10 +155,9 @@ def with_features(cfg: Config, rows: Sequence[Row], taps: Sequence[int] = ()) ->
     Raises ValueError for rows that were not harvested. Features that are damaged, or were made from
     other token ids, raise it when they are read.
     """
-    ids = {
-        row["sample_id"]: torch.tensor([*row["prompt_ids"], *row["output_ids"]]) for row in rows
-    }
-    cache = feature_cache(cfg, {n: ids_digest(t.numpy()) for n, t in ids.items()}, CACHE_BYTES, taps)
+    ids = {row["sample_id"]: torch.tensor([*row["prompt_ids"], *row["output_ids"]]) for row in rows}
+    digests = {name: ids_digest(found.numpy()) for name, found in ids.items()}
+    cache = feature_cache(cfg, digests, CACHE_BYTES, taps)
     return [
         StoredRequest(row["sample_id"], ids[row["sample_id"]], len(row["prompt_ids"]), cache)
         for row in rows
@@ -198,8 +190,8 @@ def harvested(cfg: Config, names: Collection[str], taps: Sequence[int] = ()) -> 
 
 
 def stored_top(cfg: Config, index: pa.Table) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(sample id, token ids int32 [n_output, top_k], log-probabilities float16 of that shape) of the
-    target's likeliest tokens, for samples of an index. Reads no features.
+    """(sample id, token ids int32 [n_output, top_k], log-probabilities float16 of that shape) of
+    the target's likeliest tokens, for samples of an index. Reads no features.
     """
     identity, taps = target_id(cfg.target_path), list(target_taps(cfg))
     hidden, top_k = target_config(cfg)["hidden_size"], captured_top_k(cfg)

@@ -1,15 +1,13 @@
 """Regression sets: answered by the target, then replayed with each drafter.
 
 The target answers a set once, greedily; the answers are kept by content in
-<work>/regression/answers. Their features are harvested like those of any traffic, in the work
-folder <work>/regression.
+<work>/regression/answers. Their features are harvested like those of any selected sample, in the
+work folder <work>/regression.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -17,13 +15,13 @@ import torch
 from tqdm import tqdm
 
 from dflash.identity import target_id
-from dflash.replay import Request, length_groups, replay
+from dflash.replay import length_groups, replay
 from dflash.target_model import Target, load_target
 from jobs.base.config import Config
 from jobs.base.console import short_name
 from jobs.base.devices import compute_device, compute_dtype, unfit
 from jobs.base.target_facts import end_tokens, target_tokenizer
-from jobs.dataset.samples import set_aside, with_features
+from jobs.dataset.samples import Requests, set_aside, with_features
 from jobs.dataset.slices import Row
 from jobs.evaluation.drafters import (
     Borrowed,
@@ -31,11 +29,10 @@ from jobs.evaluation.drafters import (
 )
 from jobs.evaluation.prompt_files import Prompts, read_prompts
 from jobs.evaluation.summaries import compare
-from jobs.harvesting.missing_features import harvest_missing, show
-from store.files import commit, read_json
+from jobs.harvesting.missing_features import CHUNK, harvest_samples, show
 from store.ids import sample_id, short_hash
+from store.place import read_json, write_json
 from store.schemas import TRAFFIC
-from store.shards import is_complete, shard_info, write_manifest, write_shard
 
 Message = dict[str, str]
 
@@ -44,7 +41,7 @@ Message = dict[str, str]
 class Sets:
     """Sets by name: rows and requests of the answered ones, and why the others were skipped."""
 
-    answered: dict[str, tuple[list[Row], list[Request]]]
+    answered: dict[str, tuple[list[Row], Requests]]
     skipped: dict[str, str]
 
 
@@ -61,14 +58,20 @@ def load_sets(cfg: Config) -> Sets:
         raise ValueError(f"evaluate.regression: sets need different names, got {', '.join(names)}")
     inner = replace(
         cfg,
-        work=str(cfg.path("regression")),
+        work=str(cfg.place("regression")),
+        scratch=str(cfg.path("regression")),
         target=replace(cfg.target, path=str(cfg.target_path)),
     )
     why = unfit(inner, compute_dtype(inner)) if sets else ""
-    skipped = {p.name: why for p in sets if why and not answers_file(inner, p).is_file()}
+    skipped = {p.name: why for p in sets if why and not kept(inner, p)}
     rows = {p.name: answered(inner, p) for p in sets if p.name not in skipped}
     if rows:
-        done = harvest_missing(inner)
+        every = {row["sample_id"]: row for more in rows.values() for row in more}
+        ordered = [{name: every[key][name] for name in CHUNK} for key in sorted(every)]
+        schema = pa.schema([TRAFFIC.field(name) for name in CHUNK])
+        done = harvest_samples(
+            inner, pa.Table.from_pylist(ordered, schema=schema), lambda rows: rows.to_batches()
+        )
         show(done)
         done.check_rate(inner.harvest.max_reject_rate)
         aside = set_aside(inner)
@@ -79,32 +82,32 @@ def load_sets(cfg: Config) -> Sets:
 
 
 def answered(cfg: Config, prompts: Prompts) -> list[Row]:
-    """TRAFFIC rows of the target's greedy answers, one per user turn; published in traffic/.
+    """The target's greedy answers as TRAFFIC rows, one per user turn.
 
     They are computed on the configured device in the configured dtype, and kept per dtype.
     """
     identity, dtype = target_id(cfg.target_path), compute_dtype(cfg)
-    path = answers_file(cfg, prompts)
-    if not path.is_file():
+    found = kept(cfg, prompts)
+    if found is None:
         target = load_target(cfg.target_path, dtype, compute_device(cfg))
         turns = answer(cfg, target, prompts, cfg.evaluate.regression_tokens)
         made = {"target_id": identity, "dtype": str(dtype).removeprefix("torch."), "turns": turns}
-        data = json.dumps(made).encode()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        commit(path, lambda stream: stream.write(data))
-    turns = read_json(path, ["turns"], "remove it and evaluate again")["turns"]
-    rows = [traffic_row(identity, prompts.name, *turn) for turn in turns]
-    shard = cfg.path("traffic") / f"{path.stem}.parquet"
-    table = pa.Table.from_pylist(rows, schema=TRAFFIC)
-    info = shard_info(shard) if is_complete(shard) else write_shard(shard, table)
-    write_manifest(shard.parent, path.stem, [info], {"set": prompts.name, "shape": prompts.shape})
-    return rows
+        found = write_json(cfg.place("answers"), answers_file(cfg, prompts), made)
+    return [traffic_row(identity, prompts.name, *turn) for turn in found["turns"]]
 
 
-def answers_file(cfg: Config, prompts: Prompts) -> Path:
-    """Where the answers of this target, dtype and length limit to these prompts are kept."""
+def kept(cfg: Config, prompts: Prompts) -> dict[str, Any] | None:
+    """The kept answers to these prompts; None if there are none. Raises ValueError if they are
+    damaged.
+    """
+    name = answers_file(cfg, prompts)
+    return read_json(cfg.place("answers"), name, ["turns"], "remove it and evaluate again")
+
+
+def answers_file(cfg: Config, prompts: Prompts) -> str:
+    """Name of the answers of this target, dtype and length limit to these prompts."""
     made = [target_id(cfg.target_path), str(compute_dtype(cfg)), cfg.evaluate.regression_tokens]
-    return cfg.path("answers", f"{short_hash([*made, prompts.conversations])}.json")
+    return f"{short_hash([*made, prompts.conversations])}.json"
 
 
 def traffic_row(

@@ -1,45 +1,48 @@
 """The Ray actors of a harvest: how many, with how many CPUs and GPUs, and what they do."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import ray
 import torch
-from tqdm import tqdm
 
 from jobs.base.cluster import cluster, cpus_each
 from jobs.base.config import Config
 from jobs.base.console import console
 from jobs.harvesting.harvester import Harvested, Harvester
+from store.place import Place
+
+WAITING = 2
+"""Chunks that an actor has: one that it works on, and the next."""
 
 
-def harvest_rows(cfg: Config, rows: pa.Table, folder: Path) -> Harvested:
-    """Harvest these rows into `folder`, shard by shard, with a progress bar."""
-    size, found = cfg.harvest.samples_per_shard, Harvested()
-    chunks = [rows.slice(i, size) for i in range(0, rows.num_rows, size)]
-    with tqdm(total=rows.num_rows, desc="harvest", unit="sample", disable=not chunks) as bar:
-        for done in by_actors(cfg, folder, chunks) if chunks else ():
-            found.paths += done.paths
-            found.samples += done.samples
-            found.aside += done.aside
-            bar.update(done.samples + len(done.aside))
-    return found
-
-
-def by_actors(cfg: Config, folder: Path, chunks: Sequence[pa.Table]) -> Iterator[Harvested]:
-    """Harvest chunks with Ray actors; yields what each came to, in the order they finish."""
+def by_actors(
+    cfg: Config, place: Place, chunks: Iterator[pa.Table], num_chunks: int
+) -> Iterator[Harvested]:
+    """Harvest chunks with Ray actors; yields what each came to, in the order they finish. Chunks
+    are taken when an actor has room for them: that bounds what is in memory.
+    """
     with cluster(cfg):
-        num_actors, share = min(cfg.harvest.workers, len(chunks)), actor_share(cfg, ray.nodes())
+        num_actors, share = min(cfg.harvest.workers, num_chunks), actor_share(cfg, ray.nodes())
         note_waiting(share, num_actors)
         remote = ray.remote(Harvester).options(**share)
         actors = [remote.remote(cfg, max(1, int(share["num_cpus"]))) for _ in range(num_actors)]
-        pool: Any = ray.util.ActorPool(actors)
-        # A chunk becomes Python lists only when an actor is free for it: that saves memory.
-        yield from pool.map_unordered(
-            lambda actor, chunk: actor.shard.remote(folder, chunk.to_pylist()), chunks
-        )
+        free, running = actors * WAITING, {}
+        for chunk in chunks:
+            if not free:
+                yield _finished(running, free)
+            actor: Any = free.pop(0)
+            running[actor.shard.remote(place, chunk)] = actor
+        while running:
+            yield _finished(running, free)
+
+
+def _finished(running: dict[Any, Any], free: list[Any]) -> Harvested:
+    """The result of the chunk that ends next; its actor is free for another."""
+    [done], _ = ray.wait(list(running), num_returns=1)
+    free.append(running.pop(done))
+    return ray.get(done)
 
 
 def actor_share(cfg: Config, nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -28,10 +27,10 @@ from jobs.harvesting.screening import (
     screen,
     too_long,
 )
+from store.feature_shards import write_shard
 from store.features import features_row, top_row
-from store.ids import short_hash
+from store.place import Place
 from store.schemas import features_schema
-from store.shards import write_shard
 
 PREFIX = 32
 """Tokens of a prompt by which samples are sorted, so that equal beginnings share a batch."""
@@ -54,11 +53,10 @@ class Backend(Protocol):
 
 @dataclass
 class Harvested:
-    """What a harvest made: shards, the number of samples in them, and SET_ASIDE rows."""
+    """What was made of some samples: FEATURE_INDEX rows of a shard, and SET_ASIDE rows."""
 
-    paths: list[Path] = field(default_factory=list)
-    samples: int = 0
-    aside: list[Row] = field(default_factory=list)
+    index: pa.Table
+    aside: list[Row]
 
 
 class Harvester:
@@ -71,34 +69,35 @@ class Harvester:
         self.engine = engine(cfg)
         self.backend, self.head = make_backend(cfg)
 
-    def shard(self, folder: Path, rows: list[Row]) -> Harvested:
-        """Harvest `rows` into one shard of `folder`; no shard if all of them are set aside."""
-        top_k, made = self.cfg.harvest.top_k, {}
-        done, fit = Harvested(), []
-        for row in rows:
+    def shard(self, place: Place, chunk: pa.Table) -> Harvested:
+        """Harvest the samples of a chunk (missing_features.CHUNK) into one shard below `place`,
+        which is named after the cache key; no shard if all of them are set aside.
+        """
+        hidden, top_k = target_config(self.cfg)["hidden_size"], self.cfg.harvest.top_k
+        schema = features_schema(self.identity, list(self.taps), hidden, top_k=top_k)
+        aside: list[Row] = []
+        return Harvested(write_shard(place, schema, self._rows(place.name, chunk, aside)), aside)
+
+    def _rows(self, key: str, chunk: pa.Table, aside: list[Row]) -> Iterator[Row]:
+        """FEATURES rows of the samples that pass the checks, a batch at a time; the others are
+        added to `aside`.
+        """
+        fit = []
+        for row in chunk.to_pylist():
             if fault := too_long(row, self.backend.room()):
-                done.aside.append(self._aside(row, folder, fault))
+                aside.append(self._aside(row, key, fault))
             else:
                 fit.append(row)
         for batch in batches(fit, self.cfg.harvest.batch_tokens):
             ids = [[*row["prompt_ids"], *row["output_ids"]] for row in batch]
             for row, features in zip(batch, self.backend.features(ids, self.taps), strict=True):
-                fault = screen(row, features, self.head)
-                if fault:
-                    done.aside.append(self._aside(row, folder, fault))
+                if fault := screen(row, features, self.head):
+                    aside.append(self._aside(row, key, fault))
                 else:
-                    made[row["sample_id"]] = feature_row(row, features, self.head, top_k)
-        if made:
-            hidden = target_config(self.cfg)["hidden_size"]
-            schema = features_schema(self.identity, list(self.taps), hidden, top_k=top_k)
-            kept = [made[row["sample_id"]] for row in rows if row["sample_id"] in made]
-            path = folder / f"{short_hash([row['sample_id'] for row in rows])}.parquet"
-            write_shard(path, pa.Table.from_pylist(kept, schema=schema))
-            done.paths, done.samples = [path], len(kept)
-        return done
+                    yield feature_row(row, features, self.head, self.cfg.harvest.top_k)
 
-    def _aside(self, row: Row, folder: Path, fault: Fault) -> Row:
-        return aside_row(row, self.identity, folder.name, fault) | self.engine
+    def _aside(self, row: Row, key: str, fault: Fault) -> Row:
+        return aside_row(row, self.identity, key, fault) | self.engine
 
 
 def make_backend(cfg: Config) -> tuple[Backend, Tensor]:

@@ -4,6 +4,7 @@ DuckDB sorts the narrow columns and spills to disk, so memory does not grow with
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import duckdb
 import pyarrow as pa
 
 from jobs.base.config import Config
-from jobs.dataset.queries import connect
+from jobs.dataset.database import open_database
 
 HERE = Path(__file__).parent
 ROUNDS = 16
 """Fewest served rounds of a sample that say whether it is garbled or looping."""
 REASONS = {
-    "": "taken",
+    "": "it is new enough for every budget",
     "garbled": "the served drafter predicts almost nothing of it (select.garbled)",
     "looping": "the served drafter predicts nearly all of it (select.looping)",
     "same_prompt": "newer samples have the same prompt (select.per_prompt)",
@@ -27,15 +28,30 @@ REASONS = {
 """Reason -> meaning, in the order in which they are tested."""
 
 
+AVAILABLE = "select domain, sum(tokens)::bigint from judged where reason is null group by domain"
+COUNTS = """
+select domain, side, coalesce(reason, '') as reason, count(*) as samples,
+    sum(tokens)::bigint as tokens
+from decided group by all order by all
+"""
+TAKEN = "select sample_id from decided where reason is null order by sample_id"
+
+
+@dataclass(frozen=True)
 class Ranking:
-    """The decision about each sample of the target within the window, in a DuckDB connection.
+    """The decision about each sample of a target within the window."""
 
-    `counts`: one row per domain, side and reason, with samples and tokens. `budgets`: tokens that
-    each domain gets.
-    """
+    counts: pa.Table
+    """One row per domain, side and reason ("": taken), with samples and tokens."""
+    budgets: dict[str, int]
+    """Most tokens that each domain gets."""
+    taken: pa.Array
+    """Ids of the samples that are taken, in order."""
 
-    def __init__(self, cfg: Config, target_id: str):
-        self.connection = connect(cfg)
+
+def rank(cfg: Config, target_id: str) -> Ranking:
+    """Decide about every sample of traffic/ of this target."""
+    with open_database(cfg, ["traffic", "acceptance"]) as connection:
         parameters = {
             "target_id": target_id,
             "days": cfg.select.days,
@@ -45,23 +61,14 @@ class Ranking:
             "looping": cfg.select.looping,
             "per_prompt": cfg.select.per_prompt,
         }
-        run_script(self.connection, "candidates.sql", parameters)
-        found = self.connection.sql(
-            "select domain, sum(tokens)::bigint from judged where reason is null group by domain"
-        ).fetchall()
-        available = dict(found)
-        self.budgets = divide(cfg, available)
-        self.connection.register("budgets", side_budgets(cfg, available, self.budgets))
-        run_script(self.connection, "budgets.sql", {})
-        self.counts = self.connection.sql(
-            "select domain, side, coalesce(reason, '') as reason, count(*) as samples, "
-            "sum(tokens)::bigint as tokens from decided group by all order by all"
-        ).to_arrow_table()
-
-    def taken(self) -> pa.Array:
-        """Ids of the samples that are taken."""
-        query = "select sample_id from decided where reason is null order by sample_id"
-        return self.connection.sql(query).to_arrow_table()["sample_id"].combine_chunks()
+        run_script(connection, "candidates.sql", parameters)
+        available = dict(connection.sql(AVAILABLE).fetchall())
+        budgets = divide(cfg, available)
+        connection.register("budgets", side_budgets(cfg, available, budgets))
+        run_script(connection, "budgets.sql", {})
+        counts = connection.sql(COUNTS).to_arrow_table()
+        taken = connection.sql(TAKEN).to_arrow_table()["sample_id"].combine_chunks()
+        return Ranking(counts, budgets, taken)
 
 
 def divide(cfg: Config, available: Mapping[str, int]) -> dict[str, int]:
@@ -76,9 +83,7 @@ def divide(cfg: Config, available: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def side_budgets(
-    cfg: Config, available: Mapping[str, int], granted: Mapping[str, int]
-) -> pa.Table:
+def side_budgets(cfg: Config, available: Mapping[str, int], granted: Mapping[str, int]) -> pa.Table:
     """Most tokens by domain and side of the split, of all and of one tenant. Each side gets a fixed
     share, so that held-out samples keep their proportion. A domain below its budget is taken whole.
     """

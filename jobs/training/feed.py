@@ -32,7 +32,8 @@ from jobs.training.mapped import (
     top_batches,
 )
 from jobs.training.runs import Pin
-from store.features import FeatureCache, ids_digest
+from store.feature_cache import FeatureCache
+from store.features import ids_digest
 
 T = TypeVar("T")
 GIB = 1 << 30

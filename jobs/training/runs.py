@@ -35,7 +35,7 @@ from jobs.dataset.samples import (
     with_tokens,
 )
 from jobs.training.states import begun_at, is_unfinished, products
-from store.features import check_all_harvested
+from store.feature_index import check_all_harvested
 from store.ids import short_hash
 from store.lease import lease
 
@@ -132,14 +132,18 @@ def _file(recipe: str) -> str:
 
 def _unfinished(cfg: Config, recipe: str) -> list[str]:
     """Names of this recipe's runs that were interrupted after a first state, the latest first."""
-    runs = [f.name.partition("/")[0] for f in cfg.place("runs").objects() if _is_pin(f.name, recipe)]
+    runs = [
+        f.name.partition("/")[0] for f in cfg.place("runs").objects() if _is_pin(f.name, recipe)
+    ]
     begun = {name: begun_at(cfg, name) for name in runs if is_unfinished(cfg, name)}
     return sorted((n for n, at in begun.items() if at), key=lambda n: begun[n] or 0.0, reverse=True)
 
 
 def _is_pin(name: str, recipe: str = "") -> bool:
     file = name.rpartition("/")[2]
-    return file == _file(recipe) if recipe else file.startswith("pin-") and file.endswith(".parquet")
+    return (
+        file == _file(recipe) if recipe else file.startswith("pin-") and file.endswith(".parquet")
+    )
 
 
 def live_pin(cfg: Config) -> Pin:

@@ -17,7 +17,7 @@ from dflash.sampling import GREEDY, Sampling
 from dflash.target_model import load_borrowed, load_target
 from dflash.training_step import generator
 from dflash.vocabulary import set_vocabulary
-from jobs import harvest, ingest
+from jobs import harvest, ingest, select
 from jobs.base.config import Config, load
 from jobs.base.drafter_shape import drafter_config
 from jobs.dataset.samples import load_requests
@@ -38,6 +38,13 @@ SETTINGS = [
     "train.checkpoint_every=4",
     "target.dtype=float32",
 ]
+
+
+def prepare(cfg: Config) -> None:
+    """Capture to features."""
+    ingest.run(cfg)
+    select.run(cfg)
+    harvest.run(cfg)
 
 
 def configure(folder: Path, *more: str) -> Config:
@@ -75,8 +82,7 @@ def make_work(folder: Path) -> Path:
             answer = decode(target, prompt, 20, [0])
             log.write(json.dumps(record(i, prompt, answer.output_ids)) + "\n")
     cfg = configure(folder)
-    ingest.run(cfg)
-    harvest.run(cfg)
+    prepare(cfg)
     return folder
 
 
@@ -123,8 +129,7 @@ def make_rivals(folder: Path, length: int = 20) -> Path:
             more = {"temperature": sampling.temperature, "language": ["de", None][i % 2]}
             log.write(json.dumps(record(i, prompt, answer.output_ids) | more) + "\n")
     cfg = load(None, [f"work={folder}", *RIVAL_SETTINGS])
-    ingest.run(cfg)
-    harvest.run(cfg)
+    prepare(cfg)
     known, blank = new_drafter(drafter_config(cfg), 0), new_drafter(drafter_config(cfg), 1)
     memorise(known, target, RIVAL_PROMPTS, length)
     save_drafter(known, folder / "drafters" / "known", torch.float32)
@@ -170,8 +175,7 @@ def make_chats(folder: Path) -> Path:
             answer = decode(target, prompt, 24, [1]).output_ids
             log.write(json.dumps(record(i, prompt, answer) | {"domain": "chat"}) + "\n")
     cfg = load(None, [f"work={folder}", *CHAT_SETTINGS])
-    ingest.run(cfg)
-    harvest.run(cfg)
+    prepare(cfg)
     drafter = learn(drafter_config(cfg), target, load_requests(cfg, "test")[1], steps=70)
     save_drafter(drafter, folder / "drafters" / "good", torch.float32)
     return folder

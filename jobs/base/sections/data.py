@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jobs.base.settings import setting
+from store.tables import KEPT_DAYS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +98,32 @@ class Harvest:
     )
     max_reject_rate: float = setting(
         0.05, "stop when a larger share of samples is set aside, beyond chance", minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gc:
+    """Compaction of tables, and removal of what no version needs."""
+
+    days: int = setting(
+        7, f"what no version needs is removed after this many days, at most {KEPT_DAYS}", minimum=0
+    )
+
+    def __post_init__(self) -> None:
+        if self.days > KEPT_DAYS:
+            raise ValueError(
+                f"gc.days = {self.days}: tables know for {KEPT_DAYS} days when a file was removed "
+                "from them, set fewer"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cache:
+    """Size and age of the feature cache."""
+
+    gib: float = setting(0.0, "most GiB of features that are kept; 0: no limit", minimum=0)
+    days: float = setting(
+        0.0, "features are removed this many days after they were harvested; 0: never", minimum=0
     )
 
 

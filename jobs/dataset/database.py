@@ -1,0 +1,22 @@
+"""DuckDB over the narrow tables of a work folder, within a limit of memory."""
+
+from collections.abc import Collection
+
+import duckdb
+
+from jobs.base.config import Config
+
+MEMORY = "1GB"
+"""What sorts and joins may use before they spill to the scratch folder."""
+
+
+def open_database(cfg: Config, names: Collection[str]) -> duckdb.DuckDBPyConnection:
+    """An in-memory database with these tables as NAME_rows, read when a query needs them. Days are
+    in UTC. Close it: a connection that is open when the interpreter ends can abort it.
+    """
+    folder = str(cfg.path("duckdb"))
+    connection = duckdb.connect(config={"memory_limit": MEMORY, "temp_directory": folder})
+    connection.execute("set timezone = 'UTC'; set preserve_insertion_order = false")
+    for name in names:
+        connection.register(f"{name}_rows", cfg.table(name).dataset())
+    return connection

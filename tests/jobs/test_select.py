@@ -1,0 +1,183 @@
+"""flywheel select: budgets, caps, sides and versions, on rows written straight into traffic/."""
+
+from datetime import UTC, datetime, timedelta
+
+import pyarrow as pa
+import pytest
+
+from dflash.identity import target_id
+from jobs import select
+from jobs.base.config import Config, load
+from jobs.dataset.samples import load_rows, selected
+from store.ids import sample_id, split_of
+from store.schemas import ACCEPTANCE, TRAFFIC
+from tests.helpers.tiny import make_target
+
+NEWEST = datetime(2026, 5, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def cfg(work_url, tmp_path, target) -> Config:
+    scratch = tmp_path / "scratch"
+    return load(
+        None,
+        [f"work={work_url}", f"scratch={scratch}", f"target.path={target}", "drafter.num_taps=3"],
+    )
+
+
+def row(cfg: Config, i: int, **more) -> dict:
+    """A TRAFFIC row of ten tokens, captured i hours before NEWEST."""
+    prompt, output = more.pop("prompt_ids", [i, 7, 8, 9, 10, 11]), [1, 2, 3, i]
+    found = dict.fromkeys(TRAFFIC.names) | {
+        "conversation_id": f"c{i}",
+        "split": split_of(f"c{i}", 10, 10),
+        "domain": "a",
+        "captured_at": NEWEST - timedelta(hours=i),
+        "target_id": target_id(cfg.target_path),
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "loss_mask": [{"start": len(prompt), "end": len(prompt) + 4}],
+        "temperature": 0.0,
+        "repeat_count": 1,
+        "request_id": f"r{i}",
+        "prompt_tokens": len(prompt),
+        "output_tokens": 4,
+        "prompt_id": str(prompt),
+    }
+    found |= more
+    found["sample_id"] = sample_id(found["target_id"], found["prompt_ids"], output)
+    return found
+
+
+def add(cfg: Config, rows: list[dict]) -> None:
+    cfg.table("traffic").append(pa.Table.from_pylist(rows, schema=TRAFFIC))
+
+
+def taken(cfg: Config, **settings) -> list[dict]:
+    """The selected rows under these settings, newest first."""
+    select.run(cfg.override("select", **settings))
+    return sorted(selected(cfg).to_pylist(), key=lambda r: r["captured_at"], reverse=True)
+
+
+def ages(rows: list[dict]) -> list[int]:
+    return [round((NEWEST - r["captured_at"]).total_seconds() / 3600) for r in rows]
+
+
+def test_small_traffic_is_taken_whole(cfg):
+    add(cfg, [row(cfg, i) for i in range(30)])
+    summary = select.run(cfg)
+    assert (summary["samples"], summary["tokens"], summary["left_out"]) == (30, 300, {})
+    assert summary["from_versions"] == {"traffic": 1, "acceptance": None}
+    rows = load_rows(cfg, "train")
+    assert rows[0]["output_ids"][:3] == [1, 2, 3]
+    again = select.run(cfg)
+    assert again["version"] == summary["version"], "the same traffic gives the same version"
+
+
+def test_the_newest_fill_the_budget_and_sides_keep_their_share(cfg):
+    add(cfg, [row(cfg, i) for i in range(400)])
+    rows = taken(cfg, domain_tokens=2000)
+    assert 185 <= len(rows) <= 200
+    held_out = [r for r in rows if r["split"] != "train"]
+    assert 30 <= len(held_out) <= 40, "val and test have ten percent each"
+    train = ages([r for r in rows if r["split"] == "train"])
+    every = [i for i in range(400) if split_of(f"c{i}", 10, 10) == "train"]
+    assert train == every[: len(train)], "the newest"
+    counts = select.plan(cfg.override("select", domain_tokens=2000))["plan"]["a"]
+    assert counts["budget"]["samples"] == 400 - len(rows)
+
+
+def test_domains_share_what_is_there(cfg):
+    add(cfg, [row(cfg, i, domain="big" if i % 10 else "small") for i in range(300)])
+    plan = select.plan(cfg.override("select", tokens=1000))
+    assert plan["budgets"] == {"small": 300, "big": 700}
+    plan = select.plan(cfg.override("select", domains=["big=50", "*=100"]))
+    assert plan["budgets"] == {"small": 100, "big": 50}
+    assert select.plan(cfg.override("select", domains=["big=0"]))["budgets"]["big"] == 0
+
+
+def test_caps(cfg):
+    add(cfg, [row(cfg, i, prompt_ids=[5, 5, 5, 5, 5, 5]) for i in range(10)])
+    assert ages(taken(cfg, per_prompt=3)) == [0, 1, 2]
+    loud = [row(cfg, 100 + i, tenant="loud") for i in range(100)]
+    add(cfg, [*loud, *(row(cfg, 300 + i, tenant="quiet") for i in range(10))])
+    rows = taken(cfg, per_prompt=3, domain_tokens=500, tenant_share=0.5)
+    shares = [r["tenant"] for r in rows]
+    assert shares.count("quiet") >= 8, "the loud tenant leaves room"
+    assert 15 <= shares.count("loud") <= 25
+
+
+def test_the_window(cfg):
+    add(cfg, [row(cfg, i) for i in range(0, 100, 10)])
+    assert ages(taken(cfg, days=2)) == [0, 10, 20, 30, 40]
+
+
+def test_both_tails_of_served_acceptance_are_left_out(cfg):
+    rows = [row(cfg, i, split="train") for i in range(4)] + [row(cfg, 4, split="test")]
+    add(cfg, rows)
+    accepted = {0: 7, 1: 0, 2: 3, 4: 7}
+    acceptance = [
+        dict.fromkeys(ACCEPTANCE.names)
+        | {
+            "sample_id": rows[i]["sample_id"],
+            "target_id": rows[i]["target_id"],
+            "origin": "served",
+            "accepted": [count] * 20,
+            "drafted": [7] * 20,
+        }
+        for i, count in accepted.items()
+    ]
+    cfg.table("acceptance").append(pa.Table.from_pylist(acceptance, schema=ACCEPTANCE))
+    assert ages(taken(cfg)) == [2, 3, 4], "held-out samples stay as the traffic is"
+    assert select.run(cfg)["left_out"] == {"garbled": 1, "looping": 1}
+
+
+def test_repeats_are_merged_and_counted(cfg):
+    add(cfg, [row(cfg, 1, domain="default"), row(cfg, 1, repeat_count=4)])
+    add(cfg, [row(cfg, 1, captured_at=NEWEST - timedelta(hours=9))])
+    [found] = taken(cfg)
+    assert (found["repeat_count"], found["domain"]) == (6, "a")
+
+
+def test_a_side_only_moves_towards_training(cfg):
+    first, second = ([i, 1, 2, 3, 4] for i in (50, 51))
+    add(cfg, [row(cfg, 1, prompt_ids=first, conversation_id="", split_by_prompt="test", split="")])
+    assert [r["split"] for r in taken(cfg)] == ["test"]
+    older = row(cfg, 5, prompt_ids=first[:4], split_by_prompt="train", split="", conversation_id="")
+    add(
+        cfg,
+        [
+            older,
+            row(cfg, 2, prompt_ids=second, conversation_id="", split_by_prompt="val", split=""),
+        ],
+    )
+    assert [r["split"] for r in taken(cfg)] == ["train", "val", "train"]
+    select.run(cfg.override("select", days=0))
+    add(
+        cfg,
+        [row(cfg, 9, prompt_ids=second[:4], conversation_id="", split_by_prompt="test", split="")],
+    )
+    assert [r["split"] for r in taken(cfg)] == ["train", "val", "train", "val"]
+
+
+def test_without_traffic_it_says_what_to_run(cfg):
+    with pytest.raises(
+        ValueError, match=r"has no sample of target .*: run `flywheel ingest` first"
+    ):
+        select.run(cfg)
+    with pytest.raises(ValueError, match="flywheel ingest"):
+        selected(cfg)
+
+
+def test_an_older_version_is_read_on_request(cfg):
+    add(cfg, [row(cfg, 1)])
+    old = select.run(cfg)["version"]
+    add(cfg, [row(cfg, 2)])
+    select.run(cfg)
+    assert selected(cfg).num_rows == 2
+    assert selected(cfg.override("select", version=old)).num_rows == 1

@@ -1,0 +1,96 @@
+"""store.lease: one holder, whoever asks, and none that comes back."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from store.lease import Lost, lease, take
+from store.place import Place, place_of
+
+HOLD = """
+import sys, time
+from store.lease import take
+from store.place import place_of
+take(place_of(sys.argv[1]) / "some", seconds=float(sys.argv[2]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def place(work_url) -> Place:
+    return place_of(work_url) / "some"
+
+
+def test_one_of_twenty_takes_it(place):
+    def attempt(_: int) -> int:
+        try:
+            return take(place, wait=0.0).number
+        except ValueError:
+            return 0
+
+    with ThreadPoolExecutor(20) as pool:
+        numbers = list(pool.map(attempt, range(20)))
+    assert sorted(numbers)[-2:] == [0, 1]
+
+
+def test_every_holder_has_a_greater_number(place):
+    numbers = []
+    for _ in range(7):
+        with lease(place) as held:
+            held.check()
+            numbers.append(held.number)
+    assert numbers == list(range(1, 8))
+    assert len(list(place.objects())) <= 4, "old ones are removed"
+
+
+def test_it_is_extended_while_it_is_held(place):
+    with lease(place, seconds=0.6) as held:
+        time.sleep(1.5)
+        held.check()
+        with pytest.raises(ValueError, match=r"is held by .*, process \d+"):
+            take(place, wait=0.0)
+    take(place, wait=0.0)
+
+
+def test_a_holder_that_comes_back_is_refused(place):
+    first = take(place, seconds=0.2)
+    time.sleep(0.3)
+    second = take(place, wait=0.0)
+    for call in (first.check, first.extend):
+        with pytest.raises(Lost, match="nothing was committed, run the same command again"):
+            call()
+    first.release()
+    second.check()
+
+
+def test_a_holder_that_was_stopped_too_long_is_refused_even_alone(place):
+    held = take(place, seconds=0.2)
+    time.sleep(0.3)
+    with pytest.raises(Lost):
+        held.check()
+
+
+def test_a_dead_holder_of_this_machine_frees_it_at_once(place):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, place.root, "60"], stdout=subprocess.PIPE, env=os.environ
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    with pytest.raises(ValueError, match=f"process {process.pid}"):
+        take(place, wait=0.0)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert take(place, wait=0.0).number == 2
+    process.stdout.close()
+
+
+def test_a_damaged_lease_counts_as_ended(place):
+    take(place)
+    place.write("00000001.json", b"{half")
+    assert take(place, wait=0.0).number == 2
