@@ -1,4 +1,5 @@
-"""The one definition of acceptance: tau, tau_macro, acceptance by position, the cut at the end.
+"""The one definition of acceptance: tau, tau_weighted, tau_macro, acceptance by position, the cut
+at the end.
 
 The first output token comes from prefill and belongs to no round. A round starts at an output token
 a, its anchor, and drafts the tokens after it. The target keeps `accepted` of the drafts and adds
@@ -54,6 +55,17 @@ def tau_of_counts(tokens: int, rounds: int) -> float:
     if rounds == 0:
         raise ValueError("no rounds: every answer is a single token or there are no requests")
     return (tokens - rounds) / rounds + 1
+
+
+def tau_weighted(accepted: Accepted, counts: Sequence[int]) -> float:
+    """Tau with each request counted as often as traffic has it: what a fleet serves.
+
+    counts: how often each request was seen. [[2, 0], [1]] with counts [1, 3]: rounds 2 + 3, tokens
+    4 + 6, so 2.0. Raises ValueError without rounds.
+    """
+    rounds = sum(n * len(request) for n, request in zip(counts, accepted, strict=True))
+    tokens = sum(n * sum(request) for n, request in zip(counts, accepted, strict=True)) + rounds
+    return tau_of_counts(tokens, rounds)
 
 
 def tau_macro(accepted: Accepted) -> float:

@@ -29,7 +29,7 @@ from jobs.evaluation.regression_sets import regression
 from jobs.evaluation.replay_walks import draftable, leaks, replay_all
 from jobs.evaluation.summaries import by_k, compare
 from jobs.reporting.page import publish
-from store.files import save_json
+from store.place import write_json
 
 
 def run(cfg: Config) -> dict[str, Any]:
@@ -73,10 +73,10 @@ def run(cfg: Config) -> dict[str, Any]:
         },
         **regression(cfg, sides, borrowed),
     }
-    evaluation = save_json(cfg.path("evaluations", f"{folder.name}.json"), evaluation)
+    evaluation = write_json(cfg.place("evaluations"), f"{folder.name}.json", evaluation)
     show(evaluation)
     page = publish(cfg, evaluation["drafter_sha256"])
-    return {"stage": "evaluate", "report": str(page), **evaluation}
+    return {"stage": "evaluate", "report": page, **evaluation}
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from jobs.dataset.samples import rows_with_rounds
 from jobs.dataset.slices import Row
 from jobs.proof.draft_methods import describe
 from jobs.proof.greedy_requests import servable
-from jobs.proof.kept_results import methods_path
+from jobs.proof.kept_results import methods_result
 from jobs.proof.method_runs import compare_methods
 from jobs.proof.speed import speed_domain, warn_if_unsteady
 from jobs.reporting.methods_table import columns, lines
-from store.files import read_json, save_json
+from store.place import read_json, write_json
 
 
 def run(cfg: Config) -> dict[str, Any]:
@@ -32,9 +32,9 @@ def run(cfg: Config) -> dict[str, Any]:
     methods = [describe(cfg, name) for name in cfg.methods.names]
     rows = rows_with_rounds(cfg)
     rows = servable(cfg, rows, max((k for method in methods for k in method.k), default=0))
-    path = methods_path(cfg, methods, rows)
-    if path.is_file():
-        return read_json(path, ["stage"]) | {"reused": True}
+    place, name = methods_result(cfg, methods, rows)
+    if known := read_json(place, name, ["stage"]):
+        return known | {"reused": True}
     result = {
         "stage": "methods",
         "target_id": target_id(cfg.target_path),
@@ -43,10 +43,10 @@ def run(cfg: Config) -> dict[str, Any]:
         "requests": len(rows),
         "speed_domain": speed_domain(cfg, rows),
         "repeats": cfg.verify.repeats,
-        "methods": compare_methods(cfg, methods, rows, path.with_suffix("")),
+        "methods": compare_methods(cfg, methods, rows, place / name.removesuffix(".json")),
     }
     show(result)
-    return save_json(path, result) | {"reused": False}
+    return write_json(place, name, result) | {"reused": False}
 
 
 def show(result: Row) -> None:

@@ -18,10 +18,10 @@ from jobs.base.console import print_table
 from jobs.base.packages import vllm_version
 from jobs.evaluation.drafters import find_drafter
 from jobs.proof.folder_checks import check_folder
-from jobs.proof.kept_results import preflight_passed, preflight_path
+from jobs.proof.kept_results import preflight_result
 from jobs.proof.preflight_run import try_on_engine
 from jobs.reporting.page import publish
-from store.files import read_json, save_json
+from store.place import read_json, write_json
 
 SHOWN_TIES = 10
 
@@ -32,9 +32,10 @@ def run(cfg: Config) -> dict[str, Any]:
     Raises ValueError for a folder without weights, or without held-out samples to serve.
     """
     folder = find_drafter(cfg, cfg.preflight.drafter)
-    path = preflight_path(cfg, folder)
-    if preflight_passed(cfg, folder):
-        return read_json(path, ["ok"]) | {"reused": True}
+    kept = preflight_result(cfg, folder)
+    known = read_json(*kept, ["ok"])
+    if known is not None and known["ok"]:
+        return known | {"reused": True}
     checks, measured = check_folder(cfg, folder), {}
     if not none_fails(checks):
         checks.append(Check("engine", "not started", "skip", "repair the folder first"))
@@ -54,7 +55,7 @@ def run(cfg: Config) -> dict[str, Any]:
     print_checks(f"Preflight of {folder.name}", checks)
     if ties := measured.get("near_ties"):
         show_near_ties(ties)
-    result = save_json(path, result)
+    result = write_json(*kept, result)
     publish(cfg, result["drafter_sha256"])
     return result | {"reused": False}
 

@@ -15,9 +15,8 @@ from jobs.base.console import console, print_table
 from jobs.base.target_facts import target_config
 from jobs.promotion import gate
 from jobs.promotion.candidate import Candidate, evidence, read_candidate, tags
-from jobs.promotion.champion_moves import complete_history, move, record_decision
+from jobs.promotion.champion_moves import Moves, promoting
 from jobs.proof.kept_results import preflight_passed
-from jobs.registry.alias_lock import lease
 from jobs.registry.versions import CHALLENGER, CHAMPION, Registry, Version
 
 
@@ -28,19 +27,20 @@ def run(cfg: Config) -> dict[str, Any]:
     evaluation, and when another promotion holds the lease.
     """
     candidate = read_candidate(cfg)
-    with lease(cfg):
-        registry = Registry(cfg)
-        champion = registry.current(CHAMPION)
-        complete_history(cfg, champion)
-        return _decide(cfg, registry, candidate, champion)
+    with promoting(cfg) as held:
+        moves = Moves(cfg, Registry(cfg), held)
+        champion = moves.registry.current(CHAMPION)
+        moves.complete_history(champion)
+        return _decide(cfg, moves, candidate, champion)
 
 
 def _decide(
-    cfg: Config, registry: Registry, candidate: Candidate, champion: Version | None
+    cfg: Config, moves: Moves, candidate: Candidate, champion: Version | None
 ) -> dict[str, Any]:
     foreign = _foreign(cfg, candidate)
     if foreign:
-        return _refuse(cfg, candidate, champion, None, foreign)
+        return _refuse(moves, candidate, champion, None, foreign)
+    registry = moves.registry
     version = registry.register(candidate.folder, tags(candidate))
     if champion is not None and champion.number == version.number:
         registry.drop_alias(CHALLENGER, version)
@@ -63,8 +63,8 @@ def _decide(
             shape = gate.mismatches(candidate.compat, known, "the champion")
             reasons += [f"{fault} (promote.new_shape=true allows it)" for fault in shape]
     if reasons:
-        return _refuse(cfg, candidate, champion, version, reasons)
-    move(cfg, registry, "promote", champion, version, "gate passed", evidence(candidate))
+        return _refuse(moves, candidate, champion, version, reasons)
+    moves.move("promote", champion, version, "gate passed", evidence(candidate))
     registry.drop_alias(CHALLENGER, version)
     return _report("promoted", candidate, champion, version, [])
 
@@ -93,7 +93,7 @@ def _not_proven(cfg: Config, candidate: Candidate) -> list[str]:
 
 
 def _refuse(
-    cfg: Config,
+    moves: Moves,
     candidate: Candidate,
     champion: Version | None,
     version: Version | None,
@@ -101,7 +101,7 @@ def _refuse(
 ) -> dict[str, Any]:
     number = version.number if version else None
     text = "; ".join(reasons)
-    record_decision(cfg, "refuse", champion, number, candidate.sha256, text, evidence(candidate))
+    moves.record("refuse", champion, number, candidate.sha256, text, evidence(candidate))
     return _report("refused", candidate, champion, version, reasons)
 
 

@@ -23,7 +23,7 @@ def run(cfg: Config) -> dict[str, Any]:
     """
     page = publish(cfg, newest_evaluated(cfg))
     console.print(f"report: {page}")
-    return {"stage": "report", "report": str(page)}
+    return {"stage": "report", "report": page}
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from dflash.identity import legacy_target_id, target_id
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console
-from jobs.promotion.champion_moves import complete_history, move
-from jobs.registry.alias_lock import lease
+from jobs.promotion.champion_moves import Moves, promoting
 from jobs.registry.versions import CHAMPION, Registry, Version
 from store import promotions
 
@@ -23,20 +22,21 @@ def run(cfg: Config) -> dict[str, Any]:
     Raises ValueError when there is no champion, or no earlier one that can be used; the message has
     the reason for each.
     """
-    with lease(cfg):
+    with promoting(cfg) as held:
         registry = Registry(cfg)
+        moves = Moves(cfg, registry, held)
         champion = registry.current(CHAMPION)
         if champion is None:
             raise ValueError(
                 "the registry has no champion, so there is nothing to roll back: "
                 "`flywheel promote` makes one"
             )
-        complete_history(cfg, champion)
+        moves.complete_history(champion)
         target, skipped = _earlier(cfg, registry, champion)
         # Before the alias moves: if the rollback is interrupted, the version is refused already.
         registry.mark_bad(champion, cfg.rollback.reason)
         evidence = {"skipped": skipped}
-        move(cfg, registry, "rollback", champion, target, cfg.rollback.reason, evidence)
+        moves.move("rollback", champion, target, cfg.rollback.reason, evidence)
     console.print(f"rolled back: champion {champion.number} -> {target.number}")
     return {
         "stage": "rollback",
@@ -50,7 +50,7 @@ def run(cfg: Config) -> dict[str, Any]:
 
 def _earlier(cfg: Config, registry: Registry, champion: Version) -> tuple[Version, list[str]]:
     """The latest former champion that can be used, and why later ones cannot."""
-    records = [r for r in promotions.read(cfg.path("promotions")) if r["action"] != "refuse"]
+    records = [r for r in promotions.read(cfg.table("promotions")) if r["action"] != "refuse"]
     numbers = dict.fromkeys(record["to_version"] for record in reversed(records))
     skipped = []
     for number in numbers:
@@ -101,7 +101,7 @@ def _replaced(cfg: Config, version: Version) -> bool:
     id. Then it works on exactly these weights, although its own id does not cover all their bytes.
     """
     identity = target_id(cfg.target_path)
-    found = [r["evidence"] or {} for r in promotions.read(cfg.path("promotions"))]
+    found = [r["evidence"] or {} for r in promotions.read(cfg.table("promotions"))]
     return any(
         (one.get("baseline") or {}).get("drafter_sha256") == version.sha256
         and one.get("target_id") == identity

@@ -1,10 +1,10 @@
 """flywheel select [--plan] [select.days=30] [select.domains=tickets=2000000,*=500000]
 
-Pins what is learned from: <work>/traffic -> <work>/selection, a small table of sample ids. Harvest,
-training and evaluation read the selection and nothing else, so what they cost follows the budgets of
-this stage, whatever the traffic is. The newest samples of each domain are taken, within budgets of
-tokens and caps per tenant and per repeated prompt. With --plan it says what would be taken, and why
-the rest would not, and writes nothing.
+Pins what is learned from: <work>/traffic -> <work>/selection, a small table of sample ids.
+Harvest, training and evaluation read the selection and nothing else, so what they cost follows the
+budgets of this stage, whatever the traffic is. The newest samples of each domain are taken, within
+budgets of tokens and caps per tenant and per repeated prompt. With --plan it says what would be
+taken, and why the rest would not, and writes nothing.
 """
 
 from typing import Any

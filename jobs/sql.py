@@ -1,8 +1,9 @@
 """flywheel sql tau_by_domain_and_version     (or a path to your own file; no name: list them)
 
 One question over the work folder, answered by DuckDB. Queries can use the views `acceptance`,
-`traffic`, `rejects`, `set_aside`, `promotions` and `champion`, and the macros of
-sql/00_sources.sql. Only published data is read; nothing is written. Times and days are UTC.
+`traffic`, `selection`, `rejects`, `set_aside`, `promotions`, `champion`, `logs` and `stages`, and
+the macros of sql/00_sources.sql. Only published data is read; nothing is written. Times and days
+are UTC.
 """
 
 from datetime import date, datetime
@@ -13,7 +14,6 @@ from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console, print_table, visible
 from jobs.dataset.queries import ask, find_question, questions, title
-from store.shards import shard_paths
 
 MAX_SUMMARY_ROWS = 200
 LONGEST = 120
@@ -30,8 +30,8 @@ def run(cfg: Config) -> dict[str, Any]:
         print_table("Questions", ["name", "what it answers"], [(n, title(n)) for n in names])
         return {"stage": "sql", "questions": names}
     path = find_question(cfg.sql.question)
-    if not shard_paths(cfg.path("acceptance")):
-        console.print(f"note: {cfg.path('acceptance')} is empty; `flywheel evaluate` fills it")
+    if not cfg.table("acceptance").shards():
+        console.print(f"note: {cfg.place('acceptance')} is empty; `flywheel evaluate` fills it")
     table = ask(cfg, path.read_text(), str(path))
     rows = [[_plain(row[name]) for name in table.column_names] for row in table.to_pylist()]
     shown = [[visible(v, LONGEST) if isinstance(v, str) else v for v in row] for row in rows]

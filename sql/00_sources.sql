@@ -1,14 +1,15 @@
--- Loaded before every question. jobs/dataset/queries.py provides the tables. acceptance_rows and
--- reject_rows hold what the manifests publish, promotion_rows the records of promotions, and set_aside_rows
--- the samples that harvest left out. traffic_rows holds what store.traffic_table reads, with repeated
--- samples merged and the split decided by group. This file adds macros, and views with derived columns.
-
--- Days are in UTC, whatever the time zone of the machine is.
-set timezone = 'UTC';
+-- Loaded before every question. jobs/dataset/queries.py provides the tables of the work folder as
+-- NAME_rows, in their latest version. This file adds macros, and views with derived columns. Days are in
+-- UTC, whatever the time zone of the machine is.
 
 -- Acceptance length tau: tokens per round, pooled over the rows of the group (a ratio of sums).
 create macro tau(accepted) as
     sum(coalesce(list_sum(accepted), 0) + len(accepted)) / nullif(sum(len(accepted)), 0);
+
+-- The same with each sample counted as often as traffic has it: what a fleet serves.
+create macro tau_weighted(accepted, repeat_count) as
+    sum((coalesce(list_sum(accepted), 0) + len(accepted)) * coalesce(repeat_count, 1))
+    / nullif(sum(len(accepted) * coalesce(repeat_count, 1)), 0);
 
 -- The mean of per-request acceptance lengths. It differs from tau, so it has its own name.
 create macro tau_macro(accepted) as
@@ -44,38 +45,81 @@ select
     output_tokens,
     started_at,
     finished_at,
-    replica
+    replica,
+    coalesce(repeat_count, 1) as repeat_count
 from acceptance_rows;
 
--- One row per sample. Token lists are replaced by their lengths, so that questions read less data.
+-- A label that names no conversation (store/ids.py).
+create macro says_nothing(label) as
+    label is null
+    or starts_with(label, 'prompt-')
+    or lower(trim(label)) in (
+        '', 'none', 'null', 'nil', 'nan', 'undefined', 'unknown', 'default', 'n/a', '-', '0'
+    );
+
+-- One row per sample, however many logs have it: the row with the most labels, of those the earliest
+-- (as in store/traffic_table.py). Token lists are not read. split is the side in the selection, null for a
+-- sample that is not selected.
 create view traffic as
+with ranked as (
+    select
+        * exclude (prompt_ids, output_ids, loss_mask, split, repeat_count),
+        sum(repeat_count) over (partition by target_id, sample_id)::integer as repeat_count,
+        row_number() over (
+            partition by target_id, sample_id
+            order by
+                says_nothing(conversation_id),
+                (domain = 'default')::integer + (language is null)::integer + (tenant is null)::integer,
+                captured_at,
+                request_id,
+                conversation_id
+        ) as place
+    from traffic_rows
+)
 select
     sample_id,
-    conversation_id,
-    split,
-    domain,
+    coalesce(selection_rows.conversation_id, ranked.conversation_id) as conversation_id,
+    selection_rows.split,
+    selection_rows.sample_id is not null as selected,
+    ranked.domain,
     source,
-    captured_at,
+    ranked.captured_at,
     target_id,
-    len(prompt_ids) as prompt_tokens,
-    len(output_ids) as output_tokens,
+    ranked.prompt_tokens,
+    ranked.output_tokens,
+    prompt_id,
     ids_source,
     finish_reason,
-    temperature,
+    ranked.temperature,
     top_p,
     top_k,
     seed,
-    shaped,
-    thinking,
-    language,
-    tenant,
-    repeat_count,
-    request_id
-from traffic_rows;
+    ranked.shaped,
+    ranked.thinking,
+    ranked.language,
+    ranked.tenant,
+    ranked.repeat_count,
+    request_id,
+    log
+from ranked left join selection_rows using (target_id, sample_id)
+where place = 1;
+
+-- What is learned from and judged on, in the latest selection.
+create view selection as select * exclude (loss_mask) from selection_rows;
+
+-- One row per log that traffic has samples of. counts, names and examples are JSON.
+create view logs as
+select log, path, target_id, bytes, sha256, rules, reading, counts, names, examples, ingested_at
+from logs_rows;
+
+-- What was run here, when, by whom, and what came of it. summary is JSON.
+create view stages as
+select stage, started_at, finished_at, ok, who, summary
+from stages_rows;
 
 create view rejects as
 select file, "offset", reason, octet_length(raw) as raw_bytes
-from reject_rows;
+from rejects_rows;
 
 -- Samples that harvest left out, per features key. detail is JSON, for example detail ->> 'wrong'. backend
 -- and dtype say what computed the features; they are null in older rows.
@@ -96,7 +140,7 @@ select
     to_drafter,
     reason,
     evidence
-from promotion_rows;
+from promotions_rows;
 
 -- The current champion: the drafter of the latest decision that changed it.
 create view champion as

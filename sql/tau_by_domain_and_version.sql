@@ -9,7 +9,8 @@ with requests as (
         domain,
         conversation_id,
         accepted,
-        rounds
+        rounds,
+        repeat_count
     from acceptance
 ),
 
@@ -24,6 +25,7 @@ final as (
         count(distinct conversation_id) as conversations,
         sum(rounds) as rounds,
         tau(accepted) as tau_tokens_per_round,
+        tau_weighted(accepted, repeat_count) as tau_weighted,
         tau_macro(accepted) as tau_macro,
         target_id
     from requests
@@ -43,6 +45,7 @@ select
     conversations,
     rounds,
     tau_tokens_per_round,
+    tau_weighted,
     tau_macro,
     target_id
 from final

@@ -1,11 +1,12 @@
 """A folder on a local disk or in a bucket: one code path for both (obstore).
 
-A write is atomic: a reader sees all of an object or none of it. `create` succeeds for exactly one of
-several writers, on whatever hosts they run. Credentials and endpoints of a bucket are taken from
+A write is atomic: a reader sees all of an object or none of it. `create` succeeds for exactly one
+of several writers, on whatever hosts they run. Credentials and endpoints of a bucket are taken from
 the usual environment variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ...), as deltalake does, too.
 """
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -130,9 +131,8 @@ class Place:
 
     def folders(self) -> list[str]:
         """Names of the folders directly below this place."""
-        return sorted(
-            {found.name.partition("/")[0] for found in self.objects() if "/" in found.name}
-        )
+        names = (found.name for found in self.objects())
+        return sorted({name.partition("/")[0] for name in names if "/" in name})
 
     def head(self, name: str) -> Found | None:
         """What `objects` would say of the object of this name; None if there is none."""
@@ -166,8 +166,9 @@ class Place:
         """An object as a random-access file: only the ranges that are read are transferred."""
         with told(self, name):
             if self.is_local:
-                return pa.memory_map(str(self.path / name))
-            return _files(self.root).open_input_file(self._key(name))
+                return pa.OSFile(str(self.path / name))
+            files, folder = _files(self.root)
+            return files.open_input_file(f"{folder}/{self._key(name)}".lstrip("/"))
 
     def publish(self, folder: Path, last: str) -> None:
         """Put the files of a local folder here, the file `last` at the end: a reader that finds it
@@ -186,13 +187,13 @@ class Place:
         there = [(f.name, f.size, f.e_tag) for f in self.objects()]
         if not there:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        copy = cache / self.name
-        stamp = json.dumps([str(self), there])
-        known = copy.with_name(f".{self.name}.json")
+        cache = cache / hashlib.sha256(str(self).encode()).hexdigest()[:12]
+        copy, known = cache / self.name, cache / ".known.json"
+        stamp = json.dumps(there)
         if known.is_file() and known.read_text() == stamp and copy.is_dir():
             return copy
         known.unlink(missing_ok=True)
-        partial = copy.with_name(f".{self.name}.{os.getpid()}")
+        partial = cache / f".partial.{os.getpid()}"
         shutil.rmtree(partial, ignore_errors=True)
         for name, _, _ in there:
             self.save(name, partial / name)
@@ -241,8 +242,11 @@ def _store(root: str) -> ObjectStore:
 
 
 @lru_cache(maxsize=32)
-def _files(root: str) -> pafs.FileSystem:
-    return pafs.PyFileSystem(DeltaStorageHandler(root))
+def _files(root: str) -> tuple[pafs.FileSystem, str]:
+    """The file system of a bucket, and the path of `root` in it."""
+    if root.startswith(("s3://", "gs://")):
+        return pafs.FileSystem.from_uri(root)
+    return pafs.PyFileSystem(DeltaStorageHandler(root)), ""  # holds the GIL while it waits
 
 
 @contextmanager
@@ -261,7 +265,9 @@ def told(place: Place, name: str) -> Iterator[None]:
         # Of a bulk deletion; and without keys, obstore asks the cloud's machine for some.
         if "AccessDenied" in str(error) or "169.254.169.254" in str(error):
             raise denied(where) from error
-        text = f"the store does not answer ({first_line(error)}): run the same command again later"
+        text = first_line(error)
+        if not place.is_local:
+            text = f"the store does not answer ({text}): run the same command again later"
         raise OSError(errno.EIO, text, where) from error
 
 

@@ -175,6 +175,7 @@ PROMOTIONS = pa.schema(
         ("to_drafter", pa.string()),
         ("reason", pa.string()),
         ("evidence", pa.string()),  # JSON
+        ("lease", pa.int64()),  # fencing number of the lease that it was decided under
     ]
 )
 

@@ -242,15 +242,22 @@ class Table:
                         custom_metadata={NOTE: json.dumps(mine)}, max_commit_retries=0
                     ),
                 )
-        except CommitFailedError:
-            # A store that answered too late made the library try again, and find its own commit.
-            return self.note(table.version() + 1).get("commit") == mine["commit"]
+        except (CommitFailedError, OSError) as error:
+            # The answer of the store may have been lost, after it had committed.
+            if self.note(table.version() + 1).get("commit") == mine["commit"]:
+                return True
+            if isinstance(error, OSError):
+                raise
+            return False
         return True
+
+    def _options(self) -> dict[str, str] | None:
+        return None if self.place.is_local else OPTIONS
 
     def _open(self, version: int | None = None) -> DeltaTable | None:
         try:
             with told(self.place):
-                return DeltaTable(str(self.place), version=version)
+                return DeltaTable(str(self.place), version=version, storage_options=self._options())
         except TableNotFoundError:
             return None
 
@@ -261,7 +268,13 @@ class Table:
             if self.place.is_local:
                 self.place.path.mkdir(parents=True, exist_ok=True)
             with told(self.place), suppress(CommitFailedError):  # another writer was first
-                DeltaTable.create(str(self.place), self.schema, mode="ignore", configuration=KEEP)
+                DeltaTable.create(
+                    str(self.place),
+                    self.schema,
+                    mode="ignore",
+                    configuration=KEEP,
+                    storage_options=self._options(),
+                )
             table = self._open()
             assert table is not None
         known = {field.name for field in table.schema().fields}
@@ -273,6 +286,14 @@ class Table:
 
 
 KEPT_DAYS = 90
+OPTIONS = {
+    "max_retries": "1000",
+    "retry_timeout": "60s",
+    "backoff_config.max_backoff": "2s",
+    "connect_timeout": "5s",
+    "allow_http": "true",
+}
+"""Of the object store under a table in a bucket; as in store/place.py."""
 KEEP = {
     "delta.logRetentionDuration": "interval 3650 days",
     "delta.deletedFileRetentionDuration": f"interval {KEPT_DAYS} days",

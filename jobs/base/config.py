@@ -95,9 +95,8 @@ class Config:
         """The absolute path of something in the scratch folder: logs, databases, states."""
         folder = self.scratch
         if not folder:
-            folder = (
-                f"runs/{self.work.rstrip('/').rpartition('/')[2]}" if self._remote else self.work
-            )
+            name = self.work.rstrip("/").rpartition("/")[2]
+            folder = f"runs/{name}" if self._remote else self.work
         return Path(folder).expanduser().absolute().joinpath(*parts)
 
     def place(self, *parts: str) -> Place:

@@ -3,7 +3,7 @@
 import importlib.metadata
 
 DISTRIBUTION = "dflash-flywheel"
-SHOWN = ("torch", "transformers", "pyarrow", "ray", "mlflow", "duckdb")
+SHOWN = ("torch", "transformers", "pyarrow", "deltalake", "obstore", "ray", "mlflow", "duckdb")
 
 
 def installed(name: str) -> str | None:

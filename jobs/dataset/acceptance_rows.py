@@ -16,14 +16,6 @@ from serving.client import Completion
 from serving.vllm_counts import served_row
 from store.ids import drafter_version, short_hash
 from store.schemas import ACCEPTANCE
-from store.shards import (
-    is_complete,
-    read_dataset,
-    read_manifests,
-    shard_info,
-    write_manifest,
-    write_shard,
-)
 
 
 def commit_walks(
@@ -75,24 +67,21 @@ def acceptance_row(
         "started_at": now,
         "finished_at": now,
         "replica": "",
+        "repeat_count": row["repeat_count"],
     }
 
 
 def commit_rows(cfg: Config, rows: list[Row], inputs: dict[str, Any]) -> None:
-    """Publish acceptance rows in place of those with the same `inputs`, unless they are equal."""
-    folder = cfg.path("acceptance")
-    content = short_hash([[r["request_id"], r["target_id"], r["k"], r["accepted"]] for r in rows])
-    live = [m for m in read_manifests(folder) if m["inputs"] == inputs]
-    if [m["detail"].get("content") for m in live] == [content]:
-        return
-    replaces = sorted(m["key"] for m in live)
-    # Rows equal to former ones must not get the key of their manifest, which was replaced. So the
-    # key also covers what is replaced now.
-    key = short_hash([inputs, content, replaces])
-    path = folder / f"{key}.parquet"
-    table = pa.Table.from_pylist(rows, schema=ACCEPTANCE)
-    shard = shard_info(path) if is_complete(path) else write_shard(path, table)
-    write_manifest(folder, key, [shard], inputs, {"content": content}, replaces)
+    """Publish acceptance rows in place of those with the same `inputs`, unless they are equal but
+    for their times.
+    """
+    batch, table = short_hash(inputs), cfg.table("acceptance")
+    made = pa.Table.from_pylist([row | {"batch": batch} for row in rows], schema=ACCEPTANCE)
+    columns = ["request_id", "target_id", "k", "accepted", "repeat_count"]
+    order = [(name, "ascending") for name in columns[:3]]
+    known = table.read(columns, pc.field("batch") == batch)
+    if not known.sort_by(order).equals(made.select(columns).sort_by(order)):
+        table.replace("batch", [batch], [table.write(made)], inputs)
 
 
 def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> tuple[list[Row], dict[int, Walks]]:
@@ -102,7 +91,7 @@ def stored_walks(cfg: Config, sha: str, rows: list[Row]) -> tuple[list[Row], dic
     """
     mine = (pc.field("drafter_version") == sha) & (pc.field("origin") == "replay")
     columns = ["sample_id", "k", "accepted"]
-    found = read_dataset(cfg.path("acceptance"), ACCEPTANCE, columns, mine).to_pylist()
+    found = cfg.table("acceptance").read(columns, mine).to_pylist()
     by_key = {(row["k"], row["sample_id"]): row["accepted"] for row in found}
     ks = sorted({k for k, _ in by_key})
     rows = [row for row in rows if ks and (ks[-1], row["sample_id"]) in by_key]
@@ -129,6 +118,7 @@ def commit_served(
             temperature=0.0,
             replica=replica,
         )
+        | {"repeat_count": row["repeat_count"]}
         for row, answer in zip(rows, answers, strict=True)
     ]
     inputs = {"drafter_version": version, "origin": "served", "split": cfg.evaluate.split}

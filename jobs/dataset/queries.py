@@ -1,6 +1,6 @@
 """Questions over the work folder, answered by DuckDB: views of the published files, and macros."""
 
-import glob
+from contextlib import closing
 from itertools import takewhile
 from pathlib import Path
 
@@ -9,21 +9,21 @@ import pyarrow as pa
 
 import sql
 from jobs.base.config import Config
-from store import promotions
-from store.schemas import ACCEPTANCE, REJECTS, SET_ASIDE, TRAFFIC
-from store.shards import read_dataset, shard_paths
-from store.traffic_table import read_traffic
+from jobs.dataset.database import open_database
 
 FOLDER = Path(next(iter(sql.__path__)))
-
-
 SOURCES = "00_sources.sql"
-
-
-DATASETS = {
-    "acceptance_rows": ("acceptance", ACCEPTANCE),
-    "reject_rows": ("rejects", REJECTS),
-}
+TABLES = (
+    "acceptance",
+    "logs",
+    "promotions",
+    "rejects",
+    "selection",
+    "set_aside",
+    "stages",
+    "traffic",
+)
+"""What a question can ask about; sql/00_sources.sql makes views of them."""
 
 
 def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
@@ -31,7 +31,7 @@ def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
 
     Raises ValueError, beginning with `name`, for SQL that DuckDB refuses or that returns no table.
     """
-    with connect(cfg, with_traffic="traffic" in query.lower()) as connection:
+    with closing(connect(cfg)) as connection:
         try:
             found = connection.sql(query)
             if found is None:
@@ -41,26 +41,9 @@ def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
             raise ValueError(f"{name}: {error}") from error
 
 
-def connect(cfg: Config, with_traffic: bool) -> duckdb.DuckDBPyConnection:
-    """An in-memory DuckDB with the views and macros over the published files of the work folder.
-
-    Traffic is read and merged by store.traffic_table. That takes time, so without `with_traffic`
-    its view is empty.
-    """
-    connection = duckdb.connect()
-    for view, (folder, schema) in DATASETS.items():
-        paths = [glob.escape(str(path)) for path in shard_paths(cfg.path(folder))]
-        if paths:
-            connection.read_parquet(paths, hive_partitioning=False, union_by_name=True).create_view(
-                view
-            )
-        else:
-            connection.register(view, schema.empty_table())  # a glob over nothing is an error
-    traffic = read_traffic(cfg.path("traffic")) if with_traffic else TRAFFIC.empty_table()
-    connection.register("traffic_rows", traffic)
-    aside = read_dataset(cfg.path("set_aside"), SET_ASIDE)  # adds columns that older files lack
-    connection.register("set_aside_rows", aside)
-    connection.register("promotion_rows", promotions.read_table(cfg.path("promotions")))
+def connect(cfg: Config) -> duckdb.DuckDBPyConnection:
+    """An in-memory DuckDB with the views and macros over the tables of the work folder."""
+    connection = open_database(cfg, TABLES)
     connection.execute((FOLDER / SOURCES).read_text())
     return connection
 

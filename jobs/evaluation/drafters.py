@@ -12,6 +12,7 @@ from dflash.replay import Request
 from dflash.target_model import load_borrowed
 from jobs.base.config import Config
 from jobs.base.devices import compute_device, compute_dtype
+from jobs.base.drafter_folders import local_folder, newest_drafter
 from jobs.base.drafter_shape import misfits
 from jobs.base.target_facts import target_taps
 from jobs.dataset.samples import load_rows, none_of_target, set_aside, with_features
@@ -43,7 +44,8 @@ class Side:
 
 def baseline_side(cfg: Config, folder: Path, borrowed: Borrowed) -> Side | None:
     """evaluate.baseline, else the champion; None if `folder` is the champion, or there is none."""
-    version, base = None, Path(cfg.evaluate.baseline) if cfg.evaluate.baseline else None
+    named = cfg.evaluate.baseline
+    version, base = None, local_folder(cfg, named) if named else None
     if base is None:
         champion = resolve(cfg, "champion")
         if champion is None or drafter_sha256(champion[1]) == drafter_sha256(folder):
@@ -109,8 +111,8 @@ def features_of(cfg: Config, side: Side, rows: list[Row]) -> list[Request]:
 def find_drafter(cfg: Config, named: str) -> Path:
     """The drafter folder `named`, else the newest in <work>/drafters; ValueError without one."""
     if named:
-        return Path(named)
-    found = [p.parent for p in cfg.path("drafters").glob("[!.]*/config.json")]
-    if not found:
-        raise ValueError(f"no drafter in {cfg.path('drafters')}: run `flywheel train` first")
-    return max(found, key=lambda p: (p / "config.json").stat().st_mtime)
+        return local_folder(cfg, named)
+    found = newest_drafter(cfg)
+    if found is None:
+        raise ValueError(f"no drafter in {cfg.place('drafters')}: run `flywheel train` first")
+    return found

@@ -14,6 +14,7 @@ def show(evaluation: dict[str, Any]) -> None:
     measured = evaluation["tau"]
     lines = [
         ["pooled", measured["pooled"], _words(measured["ci"])],
+        ["weighted (by repeats in traffic)", measured["weighted"], ""],
         ["macro (mean of requests)", measured["macro"], ""],
     ]
     for dimension, parts in measured["slices"].items():

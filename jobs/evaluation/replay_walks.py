@@ -57,8 +57,8 @@ def replay_all(
 ) -> dict[int, list[list[int]]]:
     """Walks for every K from 1 to block_size - 1.
 
-    K drafts are served as a block of K + 1 slots, so this is every smaller block size, too. Requests
-    are replayed in parts whose features fit into memory together, so each is read once.
+    K drafts are served as a block of K + 1 slots, so this is every smaller block size, too.
+    Requests are replayed in parts whose features fit into memory together, so each is read once.
     """
     ks = range(1, drafter.cfg.num_drafts + 1)
     width = 2 * len(drafter.cfg.target_layer_ids) * drafter.cfg.hidden_size

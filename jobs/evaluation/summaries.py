@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dflash.acceptance import fit_alpha, geometric_tau, num_rounds, positions, tau, tau_macro
+from dflash.acceptance import (
+    fit_alpha,
+    geometric_tau,
+    num_rounds,
+    positions,
+    tau,
+    tau_macro,
+    tau_weighted,
+)
 from dflash.checkpoint import drafter_sha256
 from jobs.base.config import Config
 from jobs.dataset.slices import Row, Walks, slices
@@ -17,15 +25,20 @@ EFFECTS = (0.01, 0.02, 0.05)
 
 
 def describe(draws: Resamples, rows: Sequence[Row], accepted: Walks, k: int) -> dict[str, Any]:
-    """Tau of one drafter: pooled, macro, by position and slice; `ci` are 95 % intervals or None."""
+    """Tau of one drafter: pooled, weighted by repeats, macro, by position and slice; `ci` are 95 %
+    intervals or None.
+    """
     found = slices(rows, accepted)
+    counts = [row["repeat_count"] for row in rows]
     return {
         "pooled": tau(accepted),
+        "weighted": tau_weighted(accepted, counts),
         "macro": tau_macro(accepted),
         "ci": draws.tau(accepted, k).interval,
         "positions": positions(accepted, k),
         "positions_ci": [draws.position(accepted, i).interval for i in range(1, k + 1)],
         "domains": {name: tau(walks) for name, walks in found["domain"].items()},
+        "weighted_domains": {n: tau_weighted(w, counts) for n, w in found["domain"].items()},
         "positions_by_domain": {n: positions(walks, k) for n, walks in found["domain"].items()},
         "slices": {
             dimension: {name: _slice(draws, walks, k) for name, walks in parts.items()}

@@ -6,9 +6,10 @@ from dflash.checkpoint import drafter_sha256
 from dflash.identity import target_id
 from jobs.base.config import Config
 from jobs.base.devices import served_dtype
+from jobs.base.drafter_folders import local_folder
 from jobs.registry.versions import resolve
 from serving.vllm_server import Server
-from store.files import read_json
+from store.place import read_json
 
 
 def server(cfg: Config, log: str = "serve.log") -> Server:
@@ -41,9 +42,10 @@ def server(cfg: Config, log: str = "serve.log") -> Server:
 def verified_k(cfg: Config, drafter: Path) -> list[int]:
     """The K per batch size that the latest `flywheel verify` chose for this drafter; [] if none."""
     wanted = {"drafter_sha256": drafter_sha256(drafter), "target_id": target_id(cfg.target_path)}
-    files = sorted(cfg.path("verified").glob("[!.]*.json"), key=lambda file: file.stat().st_mtime)
-    for file in reversed(files):
-        found = read_json(file, ["drafter_sha256", "target_id"])
+    place = cfg.place("verified")
+    kept = sorted(place.objects(), key=lambda found: found.modified, reverse=True)
+    for item in kept:
+        found = read_json(place, item.name, ["drafter_sha256", "target_id"]) or {}
         sound = found.get("ok", True)  # a verify that failed has chosen no K
         if sound and wanted.items() <= found.items() and "k_by_batch_size" in found:
             return found["k_by_batch_size"]
@@ -53,8 +55,10 @@ def verified_k(cfg: Config, drafter: Path) -> list[int]:
 def _drafter(cfg: Config) -> tuple[Path | None, str | None]:
     """(folder, version) of serve.drafter; (None, None) without one."""
     if cfg.serve.drafter != "champion":
-        folder = Path(cfg.serve.drafter).absolute()
-        return (folder, folder.name) if cfg.serve.drafter else (None, None)
+        if not cfg.serve.drafter:
+            return None, None
+        folder = local_folder(cfg, cfg.serve.drafter)
+        return folder, folder.name
     found = resolve(cfg, "champion")
     if found is None:
         raise ValueError("there is no champion yet: `flywheel promote`, or name a drafter folder")

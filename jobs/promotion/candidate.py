@@ -16,7 +16,7 @@ from jobs.registry.versions import (
     MAX_TAG,
     SHA256,
 )
-from store.files import read_json
+from store.place import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,17 @@ def read_candidate(cfg: Config) -> Candidate:
     folder = find_drafter(cfg, cfg.promote.drafter)
     shape, identity = read_config(folder), target_id(cfg.target_path)
     sha256 = drafter_sha256(folder)
-    path = cfg.path("evaluations", f"{folder.name}.json")
-    if not path.is_file():
-        raise ValueError(f"{folder} was not evaluated: run `flywheel evaluate {folder}`")
-    again = f"run `flywheel evaluate {folder}`"
-    evaluation = read_json(path, ["drafter_sha256", "target_id", "tau", "leaking"], again)
+    place, name, again = (
+        cfg.place("evaluations"),
+        f"{folder.name}.json",
+        f"run `flywheel evaluate {folder}`",
+    )
+    evaluation = read_json(place, name, ["drafter_sha256", "target_id", "tau", "leaking"], again)
+    if evaluation is None:
+        raise ValueError(f"{folder} was not evaluated: {again}")
     if evaluation["drafter_sha256"] != sha256:
         raise ValueError(
-            f"{folder} has changed since {path} was written ({sha256[:12]}, evaluated "
+            f"{folder} has changed since {place}/{name} was written ({sha256[:12]}, evaluated "
             f"{evaluation['drafter_sha256'][:12]}): {again}"
         )
     fields = json.loads(json.dumps(compat_fields(shape, identity)))

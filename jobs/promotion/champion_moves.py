@@ -1,76 +1,106 @@
-"""The only code that changes the champion, and the records of it."""
+"""The only code that changes the champion, and the records of it.
 
+Records are fenced: one that was decided under an older lease than the latest record is refused.
+The registry's aliases are not, since MLflow has no compare-and-set. So the lease is checked right
+before each alias is moved. A process that is suspended between that check and the call, for longer
+than its lease, may move an alias late. It cannot record that, and the next promotion or rollback
+finds the alias where the latest record did not put it (`complete_history`).
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from jobs.base.config import Config
 from jobs.base.console import console
-from jobs.registry.alias_lock import who
 from jobs.registry.versions import CHAMPION, PREVIOUS, Registry, Version
 from store import promotions
 from store.ids import drafter_version
+from store.lease import Lease, lease, who
 
 Named = tuple[str | None, str | None]
 """Number of a version, and name of its drafter."""
 
 
-def move(
-    cfg: Config,
-    registry: Registry,
-    action: str,
-    champion: Version | None,
-    version: Version,
-    reason: str,
-    evidence: Any,
-) -> None:
-    """Change the champion: set `previous`, set `champion`, write the record. Needs the lease. If it
-    is interrupted before the record, the next promotion or rollback writes that
-    (`complete_history`).
+@contextmanager
+def promoting(cfg: Config) -> Iterator[Lease]:
+    """Be the only process, on any host, that moves aliases of this work folder. Raises ValueError
+    naming the other one if it does not end.
     """
-    if champion is not None:
-        registry.set_alias(PREVIOUS, champion)
-    registry.set_alias(CHAMPION, version)
-    record_decision(cfg, action, champion, version.number, version.sha256, reason, evidence)
+    with ExitStack() as stack:
+        try:
+            held = stack.enter_context(lease(cfg.place("leases", "promotion")))
+        except ValueError as error:
+            raise ValueError(f"another promotion is running: {error}") from error
+        yield held
 
 
-def complete_history(cfg: Config, champion: Version | None) -> None:
-    """Write a record for the present champion if the latest move has none. Needs the lease."""
-    moves = [r for r in promotions.read(cfg.path("promotions")) if r["action"] != "refuse"]
-    known = moves[-1]["to_version"] if moves else None
-    if champion is None or champion.number == known:
-        return
-    reason = "the alias had moved without a record: an interrupted promotion, or set by hand"
-    before = moves[-1]["to_drafter"] if moves else None
-    version, drafter = champion.number, drafter_version(champion.sha256)
-    _append(cfg, "promote", (known, before), (version, drafter), reason, None)
-    console.print(f"note: champion {champion.number}: {reason}; recorded now")
+@dataclass(frozen=True)
+class Moves:
+    """Changes of the champion under a lease."""
 
+    cfg: Config
+    registry: Registry
+    held: Lease
 
-def record_decision(
-    cfg: Config,
-    action: str,
-    champion: Version | None,
-    number: str | None,
-    sha256: str,
-    reason: str,
-    evidence: Any,
-) -> None:
-    """Record a decision about the drafter `sha256`; `number`: its version, None if it has none."""
-    before = (champion.number, drafter_version(champion.sha256)) if champion else (None, None)
-    _append(cfg, action, before, (number, drafter_version(sha256)), reason, evidence)
+    def move(
+        self,
+        action: str,
+        champion: Version | None,
+        version: Version,
+        reason: str,
+        evidence: Any,
+    ) -> None:
+        """Change the champion: set `previous`, set `champion`, write the record. If it is
+        interrupted before the record, the next promotion or rollback writes that
+        (`complete_history`). Raises Lost if the lease has ended.
+        """
+        if champion is not None:
+            self.held.check()
+            self.registry.set_alias(PREVIOUS, champion)
+        self.held.check()
+        self.registry.set_alias(CHAMPION, version)
+        self.record(action, champion, version.number, version.sha256, reason, evidence)
 
+    def complete_history(self, champion: Version | None) -> None:
+        """Write a record for the present champion if the latest move has none."""
+        records = promotions.read(self.cfg.table("promotions"))
+        moves = [r for r in records if r["action"] != "refuse"]
+        known = moves[-1]["to_version"] if moves else None
+        if champion is None or champion.number == known:
+            return
+        reason = (
+            "the alias had moved without a record: an interrupted or late promotion, or set by hand"
+        )
+        before = moves[-1]["to_drafter"] if moves else None
+        version, drafter = champion.number, drafter_version(champion.sha256)
+        self._append("promote", (known, before), (version, drafter), reason, None)
+        console.print(f"note: champion {champion.number}: {reason}; recorded now")
 
-def _append(
-    cfg: Config, action: str, before: Named, after: Named, reason: str, evidence: Any
-) -> None:
-    record = {
-        "action": action,
-        "who": who(),
-        "model": cfg.mlflow.model,
-        "from_version": before[0],
-        "from_drafter": before[1],
-        "to_version": after[0],
-        "to_drafter": after[1],
-        "reason": reason,
-        "evidence": evidence,
-    }
-    promotions.append(cfg.path("promotions"), record)
+    def record(
+        self,
+        action: str,
+        champion: Version | None,
+        number: str | None,
+        sha256: str,
+        reason: str,
+        evidence: Any,
+    ) -> None:
+        """Record a decision about the drafter `sha256`; `number`: its version, None without one."""
+        before = (champion.number, drafter_version(champion.sha256)) if champion else (None, None)
+        self._append(action, before, (number, drafter_version(sha256)), reason, evidence)
+
+    def _append(self, action: str, before: Named, after: Named, reason: str, evidence: Any) -> None:
+        record = {
+            "action": action,
+            "who": who(),
+            "model": self.cfg.mlflow.model,
+            "from_version": before[0],
+            "from_drafter": before[1],
+            "to_version": after[0],
+            "to_drafter": after[1],
+            "reason": reason,
+            "evidence": evidence,
+        }
+        promotions.append(self.cfg.table("promotions"), record, self.held)

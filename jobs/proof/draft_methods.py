@@ -7,9 +7,9 @@ from typing import Any
 
 from dflash.checkpoint import read_config
 from jobs.base.config import Config
+from jobs.base.drafter_folders import newest_drafter
 from jobs.base.target_facts import target_config
 from jobs.dataset.slices import Row
-from jobs.evaluation.drafters import find_drafter
 from jobs.fleet.replica import verified_k
 from jobs.registry.versions import resolve
 
@@ -70,9 +70,9 @@ def dflash(cfg: Config) -> Method:
         champion = resolve(cfg, "champion")
         folder = champion[1] if champion else None
     if folder is None:
-        if not any(cfg.path("drafters").glob("[!.]*/config.json")):
-            return Method(name="dflash", missing=f"no drafter in {cfg.path('drafters')}")
-        folder = find_drafter(cfg, "")
+        folder = newest_drafter(cfg)
+    if folder is None:
+        return Method(name="dflash", missing=f"no drafter in {cfg.place('drafters')}")
     k = cfg.serve.k or verified_k(cfg, folder) or [read_config(folder).num_drafts]
     return Method(name="dflash", k=k, model=folder)
 

@@ -6,6 +6,7 @@ a folder (a clause) is a check of `flywheel preflight`.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from jobs.base.drafter_shape import taken_tokens
 from jobs.base.target_facts import end_tokens, target_tokenizer
 from jobs.dataset.samples import features_place, selected, targets_of_traffic, with_tokens
 from serving.start_checks import check_drafter
-from store.files import read_json
+from store.place import read_json
 
 ARCHITECTURE = "DFlashDraftModel"
 OURS_ALONE = ("block_size", "num_target_layers")  # no engine reads them
@@ -152,8 +153,8 @@ def target(subject: Subject) -> Iterator[Check]:
         if known[former]:
             fix = f"{former} is this folder's former id: ingest, harvest and evaluate again"
         yield Check("target", f"{identity} is to be served, traffic/ is of {seen}", "fail", fix)
-    path = cfg.path("evaluations", f"{subject.folder.name}.json")
-    evaluation = read_json(path, ["drafter_sha256", "target_id"]) if path.is_file() else {}
+    name = f"{subject.folder.name}.json"
+    evaluation = read_json(cfg.place("evaluations"), name, ["drafter_sha256", "target_id"]) or {}
     if evaluation.get("drafter_sha256") != drafter_sha256(subject.folder):
         fix = f"run `flywheel evaluate {subject.folder}`"
         yield Check(

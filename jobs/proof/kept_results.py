@@ -12,22 +12,26 @@ from jobs.base.devices import compute_dtype, dtype_name
 from jobs.base.packages import vllm_version
 from jobs.proof.choose_k import CHOICE
 from jobs.proof.draft_methods import Method
-from store.files import read_json
 from store.ids import short_hash
+from store.place import Place, read_json
 
 RULE = "served text, plain answers read again"
 """How drafters are judged. It is part of the key of kept results: a new rule measures again."""
 
 
-def methods_path(cfg: Config, methods: Sequence[Method], rows: Sequence[dict[str, Any]]) -> Path:
+Kept = tuple[Place, str]
+"""The place and name of a result."""
+
+
+def methods_result(cfg: Config, methods: Sequence[Method], rows: Sequence[dict[str, Any]]) -> Kept:
     """Where the result is kept for these methods, prompts, settings and this vLLM."""
     settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), target_id(cfg.target_path)]
     tried = [[m.name, m.settings, m.files, m.missing] for m in methods]
     key = short_hash([tried, [row["sample_id"] for row in rows], settings, vllm_version(), RULE])
-    return cfg.path("methods", f"{key}.json")
+    return cfg.place("methods"), f"{key}.json"
 
 
-def preflight_path(cfg: Config, folder: Path) -> Path:
+def preflight_result(cfg: Config, folder: Path) -> Kept:
     """Where the result is kept for these files, this target, these serving settings, this vLLM."""
     serve = asdict(cfg.serve)
     for name in ("host", "port", "drafter", "capture"):  # drafts do not depend on these
@@ -41,18 +45,18 @@ def preflight_path(cfg: Config, folder: Path) -> Path:
             vllm_version(),
         ]
     )
-    return cfg.path("preflight", f"{key}.json")
+    return cfg.place("preflight"), f"{key}.json"
 
 
 def preflight_passed(cfg: Config, folder: Path) -> bool:
     """Whether this drafter has passed a preflight under these settings."""
-    path = preflight_path(cfg, folder)
-    return path.is_file() and read_json(path, ["ok"])["ok"]
+    found = read_json(*preflight_result(cfg, folder), ["ok"])
+    return found is not None and found["ok"]
 
 
-def verify_path(cfg: Config, folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+def verify_result(cfg: Config, folder: Path, rows: Sequence[dict[str, Any]]) -> Kept:
     """Where the result is kept for this drafter, these prompts, these settings, this vLLM."""
     settings = [asdict(cfg.verify), asdict(cfg.serve), dtype_name(cfg), str(compute_dtype(cfg))]
     settings += [target_id(cfg.target_path), vllm_version(), CHOICE, RULE]
     key = short_hash([drafter_sha256(folder), [row["sample_id"] for row in rows], settings])
-    return cfg.path("verified", f"{key}.json")
+    return cfg.place("verified"), f"{key}.json"

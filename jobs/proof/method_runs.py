@@ -22,11 +22,11 @@ from serving.client import Completion, Request, Speed, compare_speeds, complete
 from serving.greedy import Reading, judge, read_again
 from serving.vllm_counts import DECODE_STEPS, decode_steps, pooled_by_vllm
 from serving.vllm_server import Server, drafts_per_round
-from store.files import read_json, save_json
+from store.place import Place, read_json, write_json
 
 
 def compare_methods(
-    cfg: Config, methods: Sequence[Method], rows: list[Row], parts: Path
+    cfg: Config, methods: Sequence[Method], rows: list[Row], parts: Place
 ) -> list[Row]:
     """A row per method, `none` first. Each is kept in the folder `parts` as soon as it is measured.
 
@@ -48,15 +48,15 @@ def compare_methods(
             )
         control = read_again(plain.url, expected, READ, "control")
         for method in methods:
-            part = parts / f"{method.name}.json"
-            if part.is_file():
-                kept = read_json(part, ["row", "speeds"])
+            part = f"{method.name}.json"
+            if kept := read_json(parts, part, ["row", "speeds"]):
                 row, of_method = kept["row"], [Speed(**one) for one in kept["speeds"]]
             else:
                 console.print(f"{method.name}: {method.missing or 'serving'}")
                 row, of_method = attempt(cfg, method, plain, rows, expected, control, narrow)
                 if row["available"]:  # kept, so that a later run does not measure it again
-                    save_json(part, {"row": row, "speeds": [asdict(one) for one in of_method]})
+                    kept = {"row": row, "speeds": [asdict(one) for one in of_method]}
+                    write_json(parts, part, kept)
             found.append({"method": method.name, "settings": method.settings, **row})
             speeds.append(of_method)
     plain_speeds = [plain_alone(at_once) for at_once in zip(*filter(None, speeds), strict=True)]

@@ -7,7 +7,6 @@ from the evaluation.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
@@ -15,10 +14,8 @@ import pyarrow.compute as pc
 from jobs.base.config import Config
 from jobs.dataset import queries
 from jobs.evaluation.intervals import Resamples
-from store.files import read_json
 from store.ids import drafter_version
-from store.schemas import ACCEPTANCE
-from store.shards import read_dataset
+from store.place import Place, read_json
 
 Row = dict[str, Any]
 Interval = list[float] | None
@@ -37,6 +34,7 @@ class Measured:
     conversations: int
     rounds: int
     tau: float
+    weighted: float
     macro: float
     ci: Interval
     positions: list[float]
@@ -58,8 +56,8 @@ class Facts:
         """Raises ValueError for a drafter without an evaluation, and for files that are damaged."""
         self.evaluation = _evaluation(cfg, drafter_sha256)
         self.version = drafter_version(drafter_sha256)
-        self.verified = _newest(cfg.path("verified"), drafter_sha256)
-        self.preflight = _newest(cfg.path("preflight"), drafter_sha256)
+        self.verified = _newest(cfg.place("verified"), drafter_sha256)
+        self.preflight = _newest(cfg.place("preflight"), drafter_sha256)
         self.methods = _newest_methods(cfg, self.evaluation["target_id"])
         self.k = self.verified["k"] if self.verified else self.evaluation["k"]
         self.baseline = self.evaluation["baseline"]
@@ -108,6 +106,7 @@ class Facts:
             conversations=total["conversations"],
             rounds=total["rounds"],
             tau=total["tau_tokens_per_round"],
+            weighted=total["tau_weighted"],
             macro=total["tau_macro"],
             ci=draws.tau(accepted, k).interval,
             positions=[r["accept_rate"] for r in pick(self.rates, **where)],
@@ -132,19 +131,19 @@ class Facts:
         mine &= pc.field("target_id") == self.evaluation["target_id"]
         mine &= pc.field("k").isin([self.k, *self.largest.values()])
         columns = ["drafter_version", "origin", "k", "temperature", "conversation_id", "accepted"]
-        return read_dataset(cfg.path("acceptance"), ACCEPTANCE, columns, mine).to_pylist()
+        return cfg.table("acceptance").read(columns, mine).to_pylist()
 
 
 def evaluated(cfg: Config, drafter_sha256: str) -> bool:
     """Whether there is an evaluation of this drafter."""
-    return _newest(cfg.path("evaluations"), drafter_sha256) is not None
+    return _newest(cfg.place("evaluations"), drafter_sha256) is not None
 
 
 def newest_evaluated(cfg: Config) -> str:
     """The identity of the drafter evaluated last. Raises ValueError if there is none."""
-    found = _read_all(cfg.path("evaluations"), "drafter_sha256")
+    found = _read_all(cfg.place("evaluations"), "drafter_sha256")
     if not found:
-        raise ValueError(f"nothing in {cfg.path('evaluations')}: run `flywheel evaluate` first")
+        raise ValueError(f"nothing in {cfg.place('evaluations')}: run `flywheel evaluate` first")
     return found[-1]["drafter_sha256"]
 
 
@@ -155,8 +154,6 @@ def pick(rows: Sequence[Row], **where: Any) -> list[Row]:
 
 def _set_aside(cfg: Config, target: str) -> dict[str, int]:
     """{reason: number of samples} that harvest set aside for this target."""
-    if not cfg.path("set_aside").is_dir():
-        return {}
     query = """
         select target_id, reason, count(distinct sample_id) as samples
         from set_aside group by all order by reason
@@ -166,11 +163,11 @@ def _set_aside(cfg: Config, target: str) -> dict[str, int]:
 
 
 def _evaluation(cfg: Config, drafter_sha256: str) -> Row:
-    found = _newest(cfg.path("evaluations"), drafter_sha256)
+    found = _newest(cfg.place("evaluations"), drafter_sha256)
     if found is None:
         raise ValueError(
             f"no evaluation of drafter {drafter_version(drafter_sha256)} in "
-            f"{cfg.path('evaluations')}: run `flywheel evaluate` on its folder"
+            f"{cfg.place('evaluations')}: run `flywheel evaluate` on its folder"
         )
     if "conversations" not in found:
         raise ValueError(
@@ -180,18 +177,20 @@ def _evaluation(cfg: Config, drafter_sha256: str) -> Row:
     return found
 
 
-def _newest(folder: Path, drafter_sha256: str) -> Row | None:
-    found = _read_all(folder, "drafter_sha256")
+def _newest(place: Place, drafter_sha256: str) -> Row | None:
+    found = _read_all(place, "drafter_sha256")
     found = [result for result in found if result["drafter_sha256"] == drafter_sha256]
     return found[-1] if found else None
 
 
 def _newest_methods(cfg: Config, target: str) -> Row | None:
-    found = [r for r in _read_all(cfg.path("methods"), "target_id") if r["target_id"] == target]
+    found = [r for r in _read_all(cfg.place("methods"), "target_id") if r["target_id"] == target]
     return found[-1] if found else None
 
 
-def _read_all(folder: Path, key: str) -> list[Row]:
-    """The results in a folder, oldest first. Raises ValueError for one without `key`."""
-    paths = sorted(folder.glob("[!.]*.json"), key=lambda path: path.stat().st_mtime)
-    return [read_json(path, [key]) for path in paths]
+def _read_all(place: Place, key: str) -> list[Row]:
+    """The results at a place, oldest first. Raises ValueError for one without `key`."""
+    kept = [i for i in place.objects() if i.name.endswith(".json") and "/" not in i.name]
+    kept.sort(key=lambda item: item.modified)
+    found = (read_json(place, item.name, [key]) for item in kept)
+    return [result for result in found if result is not None]

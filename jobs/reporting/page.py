@@ -3,7 +3,6 @@
 import os
 import platform
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
@@ -17,14 +16,15 @@ from jobs.reporting.facts import Facts, evaluated
 from jobs.reporting.figures import draw
 from jobs.reporting.worst_contexts import worst_contexts
 from jobs.tracking.mlflow_runs import attach
-from store.files import commit
+from store.place import place_of
 
 
-def publish(cfg: Config, drafter_sha256: str) -> Path | None:
-    """Write <work>/reports/<drafter>.html atomically and attach it to the drafter's MLflow run.
+def publish(cfg: Config, drafter_sha256: str) -> str | None:
+    """Write <work>/reports/<drafter>.html and attach it to the drafter's MLflow run. If work is a
+    bucket, the scratch folder gets a copy for a browser.
 
-    Returns its path; None for a drafter that was never evaluated, which gets no page. Raises
-    ValueError for a result that lacks what the page shows.
+    Returns its path on this machine; None for a drafter that was never evaluated, which gets no
+    page. Raises ValueError for a result that lacks what the page shows.
     """
     if not evaluated(cfg, drafter_sha256):
         return None
@@ -34,14 +34,16 @@ def publish(cfg: Config, drafter_sha256: str) -> Path | None:
         data = render(cfg, facts).encode()
     except (LookupError, TypeError, AttributeError, UndefinedError) as error:
         raise ValueError(
-            f"a result below {cfg.path()} (evaluations/, verified/, preflight/ or methods/) is not "
-            f"as this version writes it ({error!r}): move it away and measure again"
+            f"a result below {cfg.place()} (evaluations/, verified/, preflight/ or methods/) is "
+            f"not as this version writes it ({error!r}): move it away and measure again"
         ) from error
-    path = cfg.path("reports", f"{name}.html")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    commit(path, lambda stream: stream.write(data))
-    attach(cfg, name, path, "reports")
-    return path
+    place, file = cfg.place("reports"), f"{name}.html"
+    place.write(file, data)
+    path = place_of(str(cfg.path("reports")))
+    if not place.is_local:
+        path.write(file, data)
+    attach(cfg, name, path.path / file, "reports")
+    return str(path.path / file)
 
 
 def render(cfg: Config, facts: Facts) -> str:

@@ -12,14 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import AutoTokenizer
 
 from jobs.base.config import Config
+from jobs.dataset.samples import selected, with_tokens
 from jobs.evaluation.intervals import FEWEST
-from store.schemas import ACCEPTANCE
-from store.shards import read_dataset
-from store.traffic_table import read_traffic
 
 SHOWN, BEFORE, AFTER = 6, 24, 8
 """Examples on a page; tokens that are shown before and after a stretch."""
@@ -53,19 +52,24 @@ def worst_contexts(cfg: Config, target: str, version: str, k: int) -> list[Examp
         return None
     tokenizer = AutoTokenizer.from_pretrained(cfg.target_path, local_files_only=True)
     chosen = _worst(_greedy_replay(cfg, target, version, k))
-    traffic = read_traffic(cfg.path("traffic"), target)
-    looked = traffic.select(["conversation_id", "output_ids"]).slice(0, LOOKED_AT).to_pylist()
+    rows = selected(cfg)
     common = common_words(
-        (row["conversation_id"], _text(tokenizer, row["output_ids"])) for row in looked
+        (row["conversation_id"], _text(tokenizer, row["output_ids"]))
+        for row in _answers(cfg, rows.slice(0, LOOKED_AT), "conversation_id")
     )
-    names = [row["sample_id"] for row, _ in chosen]
-    wanted = traffic.filter(pc.field("sample_id").isin(names)).select(["sample_id", "output_ids"])
-    outputs = {row["sample_id"]: row["output_ids"] for row in wanted.to_pylist()}
+    names = pa.array([row["sample_id"] for row, _ in chosen], pa.string())
+    asked = rows.filter(pc.field("sample_id").isin(names))
+    outputs = {row["sample_id"]: row["output_ids"] for row in _answers(cfg, asked)}
     return [
         _example(tokenizer, common, row["domain"], outputs[row["sample_id"]], stretch)
         for row, stretch in chosen
         if row["sample_id"] in outputs
     ]
+
+
+def _answers(cfg: Config, rows: pa.Table, *columns: str) -> list[Row]:
+    batches = with_tokens(cfg, rows, ["output_ids", *columns])
+    return [row for batch in batches for row in batch.to_pylist()]
 
 
 def longest_stretch(accepted: Sequence[int]) -> Stretch:
@@ -115,7 +119,7 @@ def _greedy_replay(cfg: Config, target: str, version: str, k: int) -> list[Row]:
     mine &= (pc.field("origin") == "replay") & (pc.field("k") == k)
     mine &= pc.field("temperature") == 0.0
     columns = ["sample_id", "conversation_id", "domain", "accepted"]
-    return read_dataset(cfg.path("acceptance"), ACCEPTANCE, columns, mine).to_pylist()
+    return cfg.table("acceptance").read(columns, mine).to_pylist()
 
 
 def _worst(rows: Iterable[Row]) -> list[tuple[Row, Stretch]]:

@@ -20,8 +20,8 @@ def earlier_sides(cfg: Config, target_id: str) -> dict[str, str]:
 def choose(
     cfg: Config, target_id: str, names: pa.Array, earlier: Mapping[str, str]
 ) -> tuple[pa.Table, int]:
-    """SELECTION rows of these samples, sorted by sample_id, and how many of them would be on another
-    side without the earlier selection. Reads their prompts, no answers.
+    """SELECTION rows of these samples, sorted by sample_id, and how many of them would be on
+    another side without the earlier selection. Reads their prompts, no answers.
     """
     columns = list(dict.fromkeys([*SELECTION.names, *MERGED]))
     mine = pc.field("sample_id").isin(names) & (pc.field("target_id") == target_id)

@@ -48,6 +48,7 @@ from dflash.training_step import (
 )
 from dflash.vocabulary import frequent_tokens, set_vocabulary
 from jobs.base.config import Config
+from jobs.base.drafter_folders import MARK, with_local_base
 from jobs.base.drafter_shape import export_dtype
 from jobs.base.target_facts import target_config
 from jobs.tracking.mlflow_runs import Tracker
@@ -72,14 +73,14 @@ from jobs.training.validation import Choice, as_exported, replay_val
 
 def worker(config: dict[str, Any]) -> None:
     """One rank, as Ray Train calls it. A restarted group continues from the newest state."""
-    cfg, name, context = config["cfg"], config["name"], ray.train.get_context()
+    cfg, name, context = with_local_base(config["cfg"]), config["name"], ray.train.get_context()
     rank = context.get_world_rank()
     if has_ended(cfg, name):  # in the group before a restart, a rank ended the run
         ray.train.report({})
         return
     try:
         loop = Loop(cfg, name, config["shape"], Tracker.join(cfg, config["mlflow_run"]))
-        result: dict[str, Any] = _run(loop, cfg.path("drafters", name))
+        result: dict[str, Any] = _run(loop)
     except NonFiniteLoss as error:  # every rank raises it, and every retry would
         result = {"error": str(error)}
         if rank == 0:
@@ -93,7 +94,7 @@ def worker(config: dict[str, Any]) -> None:
     ray.train.report(result)
 
 
-def _run(loop: "Loop", drafter: Path) -> dict[str, Any]:
+def _run(loop: "Loop") -> dict[str, Any]:
     """Train from the newest state to the end; rank 0 writes the result and the drafter."""
     newest = newest_state(loop.cfg, loop.name)
     if newest is not None:
@@ -105,7 +106,7 @@ def _run(loop: "Loop", drafter: Path) -> dict[str, Any]:
         write_result(
             loop.cfg, loop.name, result
         )  # before the export: a drafter folder marks the end
-        loop.export(drafter)
+        loop.export()
     return result
 
 
@@ -311,16 +312,24 @@ class Loop:
         for name in ("step", "best_weights", "seconds", "slots"):
             setattr(self, name, state[name])
 
-    def export(self, folder: Path) -> None:
-        """Write the best weights as a drafter folder, under a hidden name until it is complete."""
-        if (folder / "config.json").is_file():  # an earlier group was killed after its export
+    def export(self) -> None:
+        """Write the best weights as a drafter folder: on a local disk under a hidden name until it
+        is complete, in a bucket with config.json last.
+        """
+        place = self.cfg.place("drafters", self.name)
+        if place.has(MARK):  # an earlier group was killed after its export
             return
-        partial = folder.with_name(f".{folder.name}.partial")
+        partial = self.cfg.path("drafters", f".{self.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         best = drafter_of(self.drafter.cfg, self.best_weights)
         save_drafter(best, partial, self.stored)
         load_drafter(partial)  # a drafter that cannot be read back never gets its final name
-        partial.rename(folder)
+        if place.is_local:
+            place.path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(partial, place.path)
+        else:
+            place.publish(partial, MARK)
+            shutil.rmtree(partial)
 
     def metrics(self) -> dict[str, float]:
         """The metrics for Ray Train and the summary."""

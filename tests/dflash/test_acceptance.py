@@ -13,6 +13,7 @@ from dflash.acceptance import (
     tau,
     tau_macro,
     tau_of_counts,
+    tau_weighted,
 )
 
 
@@ -78,3 +79,12 @@ def test_the_alpha_model_is_recovered_and_its_misfit_shows():
     assert misfit[7] < -0.03
     with pytest.raises(ValueError, match="no tau"):
         fit_alpha({})
+
+
+def test_repeats_weigh_only_where_they_are_asked_for():
+    accepted = [[2, 0], [1], []]
+    assert tau_weighted(accepted, [1, 1, 5]) == tau(accepted)
+    assert tau_weighted(accepted, [1, 3, 1]) == (4 + 3 * 2) / (2 + 3)
+    assert tau_weighted([[7, 7], [0]], [1, 98]) == pytest.approx((16 + 98) / 100)
+    with pytest.raises(ValueError, match="no rounds"):
+        tau_weighted([[]], [3])

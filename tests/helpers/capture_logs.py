@@ -2,6 +2,8 @@
 
 import json
 
+from jobs.ingestion import log_tasks
+
 
 def line(i, **changes):
     record = {
@@ -32,3 +34,24 @@ def samples(cfg) -> dict[str, int]:
     for row in rows:
         found[row["sample_id"]] = found.get(row["sample_id"], 0) + row["repeat_count"]
     return found
+
+
+class SameProcess:
+    """What ingest calls of Ray, run where a test can see inside."""
+
+    @staticmethod
+    def is_initialized():
+        return True
+
+    @staticmethod
+    def remote(function):
+        return type("Task", (), {"remote": staticmethod(function)})
+
+    @staticmethod
+    def get(values):
+        return values
+
+
+def in_this_process(monkeypatch):
+    """The tasks of ingest run in this process, one after the other."""
+    monkeypatch.setattr(log_tasks, "ray", SameProcess)

@@ -16,6 +16,16 @@ def target(tmp_path):
     return folder
 
 
+@pytest.fixture(params=["folder", "bucket"])
+def anywhere(request, configure, tmp_path):
+    """As `configure`, with work in a local folder and in a bucket. The logs are local."""
+    work = f"{tmp_path / 'work'}"
+    if request.param == "bucket":
+        work = request.getfixturevalue("s3_env").url()
+    scratch = f"scratch={tmp_path / 'work'}"
+    return lambda *overrides: configure(f"work={work}", scratch, *overrides)
+
+
 @pytest.fixture
 def configure(tmp_path, target):
     def make(*overrides) -> Config:

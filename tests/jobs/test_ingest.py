@@ -16,7 +16,7 @@ from jobs.ingestion.rules import make_rules
 from store.digests import digest_log
 from store.log_files import find_logs
 from store.log_to_traffic import ingest_log
-from tests.helpers.capture_logs import line, samples, write_log
+from tests.helpers.capture_logs import in_this_process, line, samples, write_log
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -214,26 +214,10 @@ def test_an_unchanged_log_is_not_read_again(configure, monkeypatch):
     read = []
     parse = store.log_to_traffic.ingest_log
     monkeypatch.setattr(log_tasks, "ingest_log", lambda *a: read.append(a[0]) or parse(*a))
-    monkeypatch.setattr(log_tasks, "ray", SameProcess)
+    in_this_process(monkeypatch)
     write_log(cfg, "0.jsonl", [line(60)], "a")
     assert ingest.run(cfg)["samples"] == 51
     assert read == [str(logs[0])]
-
-
-class SameProcess:
-    """Ray's functions that ingest calls, run where a test can see inside."""
-
-    @staticmethod
-    def is_initialized():
-        return True
-
-    @staticmethod
-    def remote(function):
-        return type("Task", (), {"remote": staticmethod(function)})
-
-    @staticmethod
-    def get(values):
-        return values
 
 
 def test_records_under_the_former_identity_of_the_target_stay(configure, target):

@@ -1,4 +1,4 @@
-"""flywheel select: budgets, caps, sides and versions, on rows of traffic/ that were written directly."""
+"""flywheel select: budgets, caps, sides and versions, on rows written straight into traffic/."""
 
 from datetime import UTC, datetime, timedelta
 

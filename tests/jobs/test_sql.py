@@ -13,9 +13,8 @@ from jobs.base import cli
 from jobs.base.config import load
 from jobs.dataset import queries
 from store import promotions
-from store.schemas import ACCEPTANCE, TRAFFIC
-from store.shards import write_manifest, write_shard
-from store.traffic_table import read_traffic
+from store.schemas import ACCEPTANCE, SELECTION, TRAFFIC
+from store.traffic_table import regroup
 
 
 @pytest.fixture
@@ -50,11 +49,10 @@ def rows(version, n, k=7, seed=0, **changes):
         )
 
 
-def publish(cfg, key, requests):
-    folder = cfg.path("acceptance")
-    table = pa.Table.from_pylist(list(requests), schema=ACCEPTANCE)
-    write_manifest(folder, key, [write_shard(folder / f"{key}.parquet", table)], {})
-    return table.to_pylist()
+def publish(cfg, requests):
+    rows = pa.Table.from_pylist(list(requests), schema=ACCEPTANCE)
+    cfg.table("acceptance").append(rows)
+    return rows.to_pylist()
 
 
 def ask(cfg, question):
@@ -63,7 +61,7 @@ def ask(cfg, question):
 
 
 def test_tau_equals_the_definition(cfg):
-    data = publish(cfg, "a", rows("d1", 300))
+    data = publish(cfg, rows("d1", 300))
     found = {row["domain"]: row for row in ask(cfg, "tau_by_domain_and_version")}
     assert set(found) == {"a", "b", "(all)"}
     for domain, row in found.items():
@@ -75,7 +73,7 @@ def test_tau_equals_the_definition(cfg):
 
 def test_example_of_the_definition(cfg):
     base = next(rows("d1", 1))
-    publish(cfg, "a", [base | {"accepted": [2, 0]}, base | {"accepted": [1], "domain": "b"}])
+    publish(cfg, [base | {"accepted": [2, 0]}, base | {"accepted": [1], "domain": "b"}])
     (row,) = [r for r in ask(cfg, "tau_by_domain_and_version") if r["domain"] == "(all)"]
     assert (row["tau_tokens_per_round"], row["tau_macro"]) == (2.0, 2.0)
 
@@ -84,14 +82,14 @@ def test_micro_and_macro_are_told_apart(cfg):
     """90 accepted drafts in 10 rounds, and 1 in 100 rounds: macro 5.5, micro 1.83."""
     base = next(rows("d1", 1))
     first, second = {"accepted": [9] * 10}, {"accepted": [1] + [0] * 99}
-    publish(cfg, "a", [base | first, base | second])
+    publish(cfg, [base | first, base | second])
     row = ask(cfg, "tau_by_domain_and_version")[0]
     assert row["tau_tokens_per_round"] == pytest.approx(201 / 110)
     assert row["tau_macro"] == pytest.approx((10 + 1.01) / 2)
 
 
 def test_positions_equal_the_definition(cfg):
-    data = publish(cfg, "a", rows("d1", 300))
+    data = publish(cfg, rows("d1", 300))
     counts = [r["accepted"] for r in data]
     found = ask(cfg, "acceptance_by_position")
     assert [row["position"] for row in found] == list(range(1, 8))
@@ -103,7 +101,7 @@ def test_positions_equal_the_definition(cfg):
 def test_octaves_of_prompt_length_share_the_requests_out(cfg):
     lengths = [1, 127, 128, 255, 256, 700]
     data = publish(
-        cfg, "a", ({**r, "prompt_tokens": n} for n, r in zip(lengths, rows("d1", 6), strict=True))
+        cfg, ({**r, "prompt_tokens": n} for n, r in zip(lengths, rows("d1", 6), strict=True))
     )
     found = ask(cfg, "tau_by_prompt_length")
     spans = {(row["prompt_tokens_from"], row["prompt_tokens_below"]): row for row in found}
@@ -114,24 +112,24 @@ def test_octaves_of_prompt_length_share_the_requests_out(cfg):
 
 
 def test_different_k_origins_and_temperatures_are_not_mixed(cfg):
-    publish(cfg, "a", rows("d1", 10))
-    publish(cfg, "b", rows("d1", 10, k=3))
-    publish(cfg, "c", rows("d1", 10, origin="served"))
-    publish(cfg, "d", rows("d1", 10, temperature=1.0))
+    publish(cfg, rows("d1", 10))
+    publish(cfg, rows("d1", 10, k=3))
+    publish(cfg, rows("d1", 10, origin="served"))
+    publish(cfg, rows("d1", 10, temperature=1.0))
     found = [r for r in ask(cfg, "tau_by_domain_and_version") if r["domain"] == "(all)"]
     assert [r["requests"] for r in found] == [10] * 4
 
 
 def test_requests_without_rounds_have_no_tau(cfg):
-    publish(cfg, "a", [next(rows("d1", 1)) | {"accepted": []}])
+    publish(cfg, [next(rows("d1", 1)) | {"accepted": []}])
     row = ask(cfg, "tau_by_domain_and_version")[0]
     assert (row["tau_tokens_per_round"], row["tau_macro"], row["rounds"]) == (None, None, 0)
 
 
 def test_champion_against_challenger_is_paired(cfg):
-    old = publish(cfg, "a", rows("d1", 40))
-    new = publish(cfg, "b", rows("d2", 30, seed=1))
-    publish(cfg, "c", rows("d2", 40, k=3))  # another k: no pair
+    old = publish(cfg, rows("d1", 40))
+    new = publish(cfg, rows("d2", 30, seed=1))
+    publish(cfg, rows("d2", 40, k=3))  # another k: no pair
     decide(cfg, "refuse", "3", "d3")
     decide(cfg, "promote", "1", "d1")
     found = {row["domain"]: row for row in ask(cfg, "champion_vs_challenger")}
@@ -144,11 +142,11 @@ def test_champion_against_challenger_is_paired(cfg):
 
 def decide(cfg, action, version, drafter):
     record = {"action": action, "to_version": version, "to_drafter": drafter, "evidence": {"a": 1}}
-    promotions.append(cfg.path("promotions"), record)
+    promotions.append(cfg.table("promotions"), record)
 
 
 def test_without_a_champion_there_is_nothing_to_compare(cfg):
-    publish(cfg, "a", rows("d1", 4))
+    publish(cfg, rows("d1", 4))
     assert ask(cfg, "champion_vs_challenger") == []
 
 
@@ -161,7 +159,7 @@ def test_every_question_works_on_an_empty_work_folder(cfg, question, capsys):
 
 
 def test_own_question_with_the_views_and_macros(cfg, tmp_path, capsys):
-    data = publish(cfg, "a", rows("d1", 20))
+    data = publish(cfg, rows("d1", 20))
     own = tmp_path / "mine.sql"
     own.write_text("select tau(accepted) as tau, max(started_at) as at, now() as n from acceptance")
     assert cli.main(["sql", str(own), f"work={cfg.work}"]) == 0
@@ -184,17 +182,18 @@ def test_wrong_questions_are_one_message(cfg, tmp_path, capsys):
 
 def test_a_work_folder_with_a_star_reads_its_own_rows_only(tmp_path):
     for name in ("a*", "ab"):
-        publish(load(None, [f"work={tmp_path / name}"]), "a", rows("d1", 10))
+        publish(load(None, [f"work={tmp_path / name}"]), rows("d1", 10))
     found = ask(load(None, [f"work={tmp_path / 'a*'}"]), "tau_by_domain_and_version")
     assert {row["requests"] for row in found if row["domain"] == "(all)"} == {10}
 
 
 def test_damaged_acceptance_file_is_named(cfg, capsys):
-    publish(cfg, "a", rows("d1", 20))
-    path = cfg.path("acceptance", "a.parquet")
+    publish(cfg, rows("d1", 20))
+    [name] = cfg.table("acceptance").shards()
+    path = cfg.path("acceptance", name)
     path.write_bytes(path.read_bytes()[:-5])
     assert cli.main(["sql", "acceptance_by_position", f"work={cfg.work}"]) == 2
-    assert "a.parquet" in capsys.readouterr().err
+    assert name in capsys.readouterr().err
 
 
 def test_the_json_line_has_numbers_where_sql_has_numbers(cfg, tmp_path, capsys):
@@ -216,35 +215,56 @@ def elsewhere(monkeypatch):
 
 @pytest.mark.usefixtures("elsewhere")
 def test_days_are_utc_days_wherever_the_machine_is(cfg):
-    publish(cfg, "a", [next(rows("d1", 1)) | {"started_at": datetime(2026, 1, 2, 3, tzinfo=UTC)}])
+    publish(cfg, [next(rows("d1", 1)) | {"started_at": datetime(2026, 1, 2, 3, tzinfo=UTC)}])
     query = "select cast(date_trunc('day', started_at) as date) as day from acceptance"
     assert queries.ask(cfg, query).to_pylist() == [{"day": date(2026, 1, 2)}]
 
 
-def test_the_traffic_view_is_what_training_reads(cfg):
+def test_the_traffic_view_merges_as_the_selection_does(cfg):
     """Once merged samples counted twice, and the columns language and shaped were missing."""
     base = dict.fromkeys(TRAFFIC.names) | {
         "target_id": "t",
         "repeat_count": 1,
         "output_ids": [5, 6],
-        "language": "de",
         "shaped": "logit_bias",
     }
-    folder = cfg.path("traffic")
-    for key, splits in (("a", ("train", "test")), ("b", ("test", "train"))):
-        found = [
-            base
-            | {"sample_id": s, "split": split, "conversation_id": f"c{s}", "prompt_ids": [1, 2]}
-            for s, split in zip("xy", splits, strict=True)
-        ]
-        table = pa.Table.from_pylist(found, schema=TRAFFIC)
-        write_manifest(folder, key, [write_shard(folder / f"{key}.parquet", table)], {})
-    names = ["sample_id", "split", "conversation_id", "repeat_count", "language", "shaped"]
-    query = f"select {', '.join(names)} from Traffic order by sample_id"
-    found = queries.ask(cfg, query).to_pylist()
-    assert found == read_traffic(folder).select(names).to_pylist()
-    assert [row["repeat_count"] for row in found] == [2, 2]
-    assert len({row["split"] for row in found}) == 1, "equal prompts are on one side"
+    found = [
+        base
+        | {"sample_id": "x", "conversation_id": "none", "prompt_ids": [1, 2, 3, 4], "domain": "b"},
+        base
+        | {"sample_id": "x", "conversation_id": "cx", "prompt_ids": [1, 2, 3, 4], "domain": "a"},
+        base
+        | {"sample_id": "y", "conversation_id": "cy", "prompt_ids": [9, 2, 3, 4], "domain": "a"},
+    ]
+    found[1] |= {"captured_at": datetime(2026, 1, 1, tzinfo=UTC), "language": "de"}
+    found[2] |= {"tenant": "T", "split": "train"}
+    for row in found:
+        cfg.table("traffic").append(pa.Table.from_pylist([row], schema=TRAFFIC))
+    names = ["sample_id", "conversation_id", "domain", "repeat_count", "language", "shaped"]
+    query = f"select {', '.join(names)}, split, selected from Traffic order by sample_id"
+    seen = queries.ask(cfg, query).to_pylist()
+    wanted = regroup(pa.Table.from_pylist(found, schema=TRAFFIC), {"default"})
+    assert seen == [
+        r | {"split": None, "selected": False} for r in wanted.select(names).to_pylist()
+    ]
+    assert [row["repeat_count"] for row in seen] == [2, 1]
+    chosen = pa.Table.from_pylist(
+        [dict.fromkeys(SELECTION.names) | {"sample_id": "y", "target_id": "t", "split": "test"}],
+        schema=SELECTION,
+    )
+    cfg.table("selection").append(chosen)
+    seen = queries.ask(cfg, query).to_pylist()
+    assert [(row["split"], row["selected"]) for row in seen] == [(None, False), ("test", True)]
+
+
+def test_repeats_have_a_tau_of_their_own(cfg):
+    base = next(rows("d1", 1))
+    counts, accepted = [98, 1], [[0], [7, 7]]
+    data = zip(counts, accepted, strict=True)
+    publish(cfg, [base | {"accepted": a, "repeat_count": n} for n, a in data])
+    row = ask(cfg, "tau_by_domain_and_version")[0]
+    assert row["tau_tokens_per_round"] == pytest.approx(acceptance.tau(accepted))
+    assert row["tau_weighted"] == pytest.approx(acceptance.tau_weighted(accepted, counts))
 
 
 def test_questions_are_listed(cfg, capsys):

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from store import log_files
-from store.digests import Digests, digest_log, stamp
-from store.log_files import find_logs, open_log, other_kind
+from store.digests import Digests, digest_log
+from store.log_files import find_logs, open_log, other_kind, stamp
 from store.log_formats import Reject, Rules, parse_log
+from store.place import Place, place_of
 
 RULES = Rules("t", 100, "default", 2, 10, 10)
 
@@ -33,7 +34,7 @@ def zstd(data: bytes) -> bytes:
 
 
 def parse(path) -> list[Any]:
-    size, sha256, _ = digest_log(path, set())
+    size, sha256, _ = digest_log(str(path), set())
     return list(parse_log(path, size, sha256, RULES))
 
 
@@ -51,7 +52,8 @@ def test_compressed_logs_are_read_whatever_their_name(tmp_path, data):
     rows = parse(tmp_path / "capture.jsonl.1")
     assert [row["request_id"] for row in rows] == [f"r{i}" for i in range(50)]
     # compressing a log makes no new log of it
-    assert digest_log(tmp_path / "capture.jsonl.1", {9}) == digest_log(tmp_path / "plain", {9})
+    packed, plain = (digest_log(f"{tmp_path}/{name}", {9}) for name in ("capture.jsonl.1", "plain"))
+    assert packed == plain
 
 
 @pytest.mark.parametrize("level", [0, 6])
@@ -88,9 +90,9 @@ def test_rotated_logs_of_a_folder_are_found_and_the_rest_is_named(tmp_path):
         path = tmp_path / name
         path.mkdir() if name.endswith("/") else path.write_bytes(LINES)
     logs, aside = find_logs([str(tmp_path)])
-    assert logs == sorted(tmp_path / name for name in names)
-    assert aside == {tmp_path: others}
-    assert find_logs([f"{tmp_path}/capture*"])[0] == sorted(tmp_path / name for name in names[:3])
+    assert logs == {f"{tmp_path}/{name}": stamp(tmp_path / name) for name in sorted(names)}
+    assert aside == {str(tmp_path): others}
+    assert [*find_logs([f"{tmp_path}/capture*"])[0]] == sorted(f"{tmp_path}/{n}" for n in names[:3])
 
 
 @pytest.mark.parametrize(
@@ -167,25 +169,52 @@ def test_a_parquet_file_says_what_it_is(tmp_path):
 
 
 def test_digest_of_an_unchanged_log_is_kept(tmp_path):
-    log, file = tmp_path / "log", tmp_path / "logs.json"
-    log.write_bytes(LINES)
+    place, file = Place(str(tmp_path)), tmp_path / "logs.json"
+    path = tmp_path / "log"
+    path.write_bytes(LINES)
+    log, young = str(path), stamp(path)
     digest = digest_log(log, {7})
-    settled = [*stamp(log)]
-    Digests(file).keep({log: (settled, digest)})
-    assert Digests(file).get(log) is None  # too young: a second write may leave the times alone
-    young, old = stamp(log), [len(LINES), 1, 1, stamp(log)[3]]
-    Digests(file).keep({log: (old, digest)})
-    known = Digests(file)
-    known.known[str(log)]["stamp"] = young
-    assert known.get(log) == digest
-    log.write_bytes(LINES.replace(b"r1", b"r2"))
-    assert known.get(log) is None
-    for other in ('{"%s": {}}', '{"%s": [1]}', '{"%s": {"stamp": 1, "bytes": {}}}'):
-        file.write_text(other % log)
-        assert Digests(file).get(log) is None
-    for prefixes in (1, {"a": 1}):  # JSON of another form ended ingest
-        entry = {"stamp": stamp(log), "bytes": 1, "sha256": "a", "prefixes": prefixes}
-        file.write_text(json.dumps({str(log): entry}))
-        assert Digests(file).get(log) is None
+    Digests(place).keep({log: (young, digest)})
+    assert Digests(place).get(log, young) is None  # a second write may leave the times alone
+    old = [len(LINES), 1, 1, young[3]]
+    Digests(place).keep({log: (old, digest), "s3://b/log": ([1, "now", "tag"], digest)})
+    assert Digests(place).get(log, old) == digest
+    assert Digests(place).get(log, young) is None
+    assert Digests(place).get("s3://b/log", [1, "now", "tag"]) == digest
+    assert Digests(place).get("s3://b/log", [1, "now", "other"]) is None
+    found = {"stamp": young, "bytes": 1, "sha256": "a"}
+    entries = [{}, [1], found, found | {"prefixes": 1}, found | {"prefixes": {"a": 1}}]
+    for value in [1, {"logs": [1]}, *({"logs": {log: entry}} for entry in entries)]:
+        file.write_text(json.dumps(value))  # JSON of another form once ended ingest
+        assert Digests(place).get(log, young) is None
     file.write_text("{")
-    assert Digests(file).get(log) is None
+    assert Digests(place).get(log, young) is None
+
+
+def put(place: Place, names) -> None:
+    for name in names:
+        place.write(name, LINES)
+
+
+def test_logs_of_a_bucket_are_found_by_the_same_rules(s3_env):
+    url = s3_env.url("find")
+    names = ["capture.jsonl", "capture.jsonl.1", "b.jsonl.zst"]
+    put(place_of(url), [*names, "README.md", "x.jsonl.gz.tmp", ".hidden.jsonl", "sub/c.jsonl"])
+    logs, aside = find_logs([f"{url}/"])
+    assert [*logs] == sorted(f"{url}/{name}" for name in names)
+    assert aside == {url: ["README.md", "sub/", "x.jsonl.gz.tmp"]}
+    assert [*find_logs([f"{url}/README.md"])[0]] == [f"{url}/README.md"]
+    assert [*find_logs([f"{url}/capture*"])[0]] == [f"{url}/{name}" for name in names[:2]]
+    assert [*find_logs([f"{url}/su*"])[0]] == [f"{url}/sub/c.jsonl"]
+    assert [*find_logs([f"{url}/*/*.jsonl"])[0]] == [f"{url}/sub/c.jsonl"]
+    before = find_logs([url])[0][f"{url}/capture.jsonl"]
+    assert find_logs([f"{url}/capture.jsonl"])[0] == {f"{url}/capture.jsonl": before}
+    place_of(url).write("capture.jsonl", LINES + LINES)
+    assert find_logs([url])[0][f"{url}/capture.jsonl"] != before
+    assert digest_log(f"{url}/capture.jsonl", set())[0] == 2 * len(LINES)
+    for missing in (f"{url}/none", f"{url}/none*", s3_env.url("empty")):
+        with pytest.raises(ValueError, match=r"ingest\.logs: no such file, folder or glob: s3://"):
+            find_logs([missing])
+    put(place_of(url), ["empty/README.md"])
+    with pytest.raises(ValueError, match=r"no \*\.jsonl file in s3://"):
+        find_logs([f"{url}/empty"])

@@ -10,6 +10,7 @@ import pytest
 
 from store import log_formats
 from store.digests import digest_log
+from store.ids import prompt_id
 from store.log_formats import NotUsed, Reject, parse_log
 from store.schemas import TRAFFIC
 from tests.helpers.logs import RULES, line, pair, parse, reason
@@ -18,7 +19,7 @@ from tests.helpers.logs import RULES, line, pair, parse, reason
 def test_capture_record_becomes_a_row(tmp_path):
     (row,) = parse(tmp_path / "l", line())
     table = pa.Table.from_pylist([row], schema=TRAFFIC)
-    assert set(row) == {*TRAFFIC.names, "model"}
+    assert {*row, "log"} == {*TRAFFIC.names, "model"}
     got = table.to_pylist()[0]
     assert (got["prompt_ids"], got["output_ids"]) == ([1, 2, 3], [4, 5])
     assert got["loss_mask"] == [{"start": 3, "end": 5}]
@@ -26,6 +27,8 @@ def test_capture_record_becomes_a_row(tmp_path):
     assert (got["domain"], got["conversation_id"], got["ids_source"]) == ("sql", "c1", "served")
     assert (got["temperature"], got["top_k"], got["consent"]) == (0.0, -1, True)
     assert got["language"] == "de"
+    assert (got["prompt_tokens"], got["output_tokens"]) == (3, 2)
+    assert got["prompt_id"] == prompt_id([1, 2, 3])
 
 
 def test_missing_optional_fields_get_stated_defaults(tmp_path):
@@ -271,7 +274,7 @@ def test_any_bytes_give_outcomes_that_account_for_every_record(tmp_path):
 def test_log_that_changes_while_read_is_refused(tmp_path):
     path = tmp_path / "l"
     path.write_bytes(line())
-    size, digest, _ = digest_log(path, set())
+    size, digest, _ = digest_log(str(path), set())
     path.write_bytes(line(domain="sqx"))
     with pytest.raises(ValueError, match="changed while it was read"):
         list(parse_log(path, size, digest, RULES))
@@ -280,7 +283,7 @@ def test_log_that_changes_while_read_is_refused(tmp_path):
 def test_appending_after_the_digest_does_not_matter(tmp_path):
     path = tmp_path / "l"
     path.write_bytes(line())
-    size, digest, _ = digest_log(path, set())
+    size, digest, _ = digest_log(str(path), set())
     with open(path, "ab") as stream:
         stream.write(line())
     assert len(list(parse_log(path, size, digest, RULES))) == 1

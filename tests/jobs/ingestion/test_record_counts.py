@@ -8,10 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from jobs import ingest
-from store.schemas import REJECTS
-from store.shards import read_dataset, read_manifests
-from store.traffic_table import read_traffic
-from tests.helpers.capture_logs import line, write_log
+from tests.helpers.capture_logs import line, samples, write_log
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -35,8 +32,9 @@ def test_too_many_rejects_publish_nothing_and_say_what_is_wrong(configure):
     write_log(cfg, "c.jsonl", ["{}\n"] * 12)
     with pytest.raises(ValueError, match=r"13 of 103 records rejected \(12\.6% > .*unknown_format"):
         ingest.run(cfg)
-    assert read_manifests(cfg.path("traffic")) == []
-    assert read_dataset(cfg.path("rejects"), REJECTS).num_rows == 13
+    assert cfg.table("traffic").version() is None
+    assert len(cfg.table("logs").read()) == 0
+    assert len(cfg.table("rejects").read()) == 13
     summary = ingest.run(configure("ingest.max_reject_rate=0.2"))
     assert (summary["reused"], summary["samples"]) == (3, 90)
 
@@ -58,12 +56,13 @@ def test_a_gateway_log_of_several_models_is_not_used_until_one_is_named(configur
     names = ["qwen3-8b", "qwen3-4b-fallback", "qwen3-8b", "acme-support-lora"] * 4
     asked = ["qwen3-8b", "qwen3-8b", "qwen3-8b", "acme-support-lora"] * 4
     lines = [pair(i, *both) for i, both in enumerate(zip(names, asked, strict=True))]
-    write_log(configure(), "gateway.jsonl", lines)
+    cfg = configure()
+    write_log(cfg, "gateway.jsonl", lines)
     with pytest.raises(
         ValueError, match=r"qwen3-8b \(8\), acme-support-lora \(4\); 4 more are by an"
     ):
         ingest.run(configure("ingest.max_reject_rate=1"))
-    assert read_manifests(configure().path("traffic")) == []
+    assert cfg.table("traffic").version() is None
     summary = ingest.run(configure("ingest.models=[qwen3-8b]"))
     assert (summary["accepted"], summary["rejected"]) == (8, {})
     assert summary["not_used"] == {"not_in_models": 8}
@@ -92,7 +91,7 @@ def test_what_is_merely_not_wanted_never_stops(configure, capsys):
     assert (summary["accepted"], summary["rejected"]) == (25, {})
     assert summary["not_used"] == {"adapter": 4, "short_output": 3}
     assert "Not used" in capsys.readouterr().err
-    assert read_dataset(cfg.path("rejects"), REJECTS).num_rows == 0
+    assert len(cfg.table("rejects").read()) == 0
 
 
 @pytest.mark.parametrize(
@@ -155,9 +154,9 @@ def test_a_wrong_answerers_samples_go_when_the_right_names_accept_nothing(config
     assert ingest.run(cfg)["samples"] == 10
     with pytest.raises(ValueError, match="not_in_models"):
         ingest.run(configure("ingest.models=[qwen3-8b]"))
-    assert read_traffic(cfg.path("traffic")).num_rows == 0
+    assert len(samples(cfg)) == 0
     assert ingest.run(cfg)["samples"] == 10, "the former rules come back"
     save_file({"w": torch.ones(4)}, target / "model.safetensors")
     with pytest.raises(ValueError, match="not_in_models"):
         ingest.run(configure("ingest.models=[qwen3-8b]"))
-    assert read_traffic(cfg.path("traffic")).num_rows == 10, "those of another target stay"
+    assert len(samples(cfg)) == 10, "those of another target stay"
