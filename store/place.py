@@ -318,6 +318,17 @@ def read_json(
     return None if data is None else parse_json(data, f"{place}/{name}", keys, fix)
 
 
+def newest_json(
+    place: Place, keys: Collection[str] = (), fix: str = "remove it and run its stage"
+) -> Iterator[dict[str, Any]]:
+    """The JSON objects directly at a place, those written last first, as `read_json` reads them."""
+    found = [f for f in place.objects() if f.name.endswith(".json") and "/" not in f.name]
+    for item in sorted(found, key=lambda f: (f.modified, f.name), reverse=True):
+        value = read_json(place, item.name, keys, fix)
+        if value is not None:
+            yield value
+
+
 def parse_json(data: bytes, where: str, keys: Collection[str], fix: str) -> dict[str, Any]:
     """As `read_json`, from the bytes of `where`."""
     try:

@@ -139,11 +139,13 @@ class Table:
         change: Callable[[dict[str, Shard]], tuple[Sequence[Shard], Sequence[str]]],
         note: dict[str, Any] | None = None,
         expect: int | None = None,
+        empty: bool = False,
     ) -> int:
         """Commit what `change` makes of the live shards: (shards to add, names to remove).
 
         If another writer commits first, `change` is called again with what is live then. If it
-        changes nothing, nothing is written. Returns the version that is as wanted.
+        changes nothing, nothing is written, unless `empty` asks for a commit that only notes
+        something. Returns the version that is as wanted.
 
         expect: the only version that may be changed; Conflict is raised if there is a later one.
         """
@@ -154,7 +156,7 @@ class Table:
                 raise Conflict(f"{self.place} has version {before}, not {expect}")
             live = _shards(table)
             add, remove = change(live)
-            if not add and not remove:
+            if not (add or remove or empty):
                 return before
             actions = [_added(shard) for shard in add]
             actions += [_removed(live[name]) for name in remove]

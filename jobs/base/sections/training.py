@@ -178,8 +178,8 @@ class Train:
 class Convert:
     """A drafter folder in another format: z-lab's, which everything here reads, or speculators'."""
 
-    source: str = setting("", "drafter folder in either format", path=True)
-    dest: str = setting("", "new folder", path=True)
+    source: str = setting("", "drafter folder in either format", local=True)
+    dest: str = setting("", "new folder", local=True)
     format: Literal["zlab", "speculators"] = setting("zlab", "format that is written")
     verifier: str = setting(
         "", "name of the target in a speculators config; empty: the path of target.path"
