@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from jobs.base.config import Config, commented, load
 from jobs.base.console import visible
+from jobs.base.stage_log import logged
 
 STAGES = {
     "target": ("jobs.target", "fetch and convert the demo target"),
@@ -97,7 +98,8 @@ def run_as_module(stage: str) -> NoReturn:
 
 
 def _run(stage: str, cfg: Config, function: str) -> int:
-    summary = getattr(importlib.import_module(STAGES[stage][0]), function)(cfg)
+    call = getattr(importlib.import_module(STAGES[stage][0]), function)
+    summary = logged(cfg, stage, call) if function == "run" else call(cfg)
     if sys.stderr is not None:
         sys.stderr.flush()
     _print(json.dumps(summary))
