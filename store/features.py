@@ -1,7 +1,6 @@
-"""The feature cache: bf16 tensors as two byte planes, since Arrow has no bfloat16.
+"""The feature cache: shards of bf16 tensors, stored as store/feature_codec.py says.
 
-High bytes (sign, exponent) repeat and compress well; low bytes hardly do. Stored apart, zstd-1
-needs 0.70 of the raw size, and they read faster than one mixed column.
+A shard names the dtype of its bytes in its metadata. Readers give bf16, whatever that is.
 
 Features are checked when they are read. A row carries two digests: of the token ids it was made
 from, and of its feature bytes. The second is seeded with the sample's name and the first digest, so
@@ -21,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from store.feature_codec import BFLOAT16, DTYPES, decode, encode, is_finite
 from store.ids import Ids, short_hash
 from store.schemas import LAYOUT_VERSION, features_schema
 
@@ -37,46 +37,18 @@ def cache_key(target_id: str, taps: list[int], dtype: str, top_k: int = 0) -> st
     return short_hash([*parts, top_k] if top_k else parts)
 
 
-def encode(features: "torch.Tensor") -> tuple[bytes, bytes]:
-    """Split bf16 [T, D] into its (high, low) bytes, each T * D long. Bit exact.
-
-    Raises ValueError for another dtype or number of dimensions.
-    """
-    import torch
-
-    if features.dtype != torch.bfloat16 or features.dim() != 2:
-        raise ValueError(
-            f"features must be bfloat16 [T, D], got {features.dtype} {list(features.shape)}"
-        )
-    words = features.detach().cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
-    return (words >> 8).astype(np.uint8).tobytes(), words.astype(np.uint8).tobytes()
-
-
-def decode(hi: bytes, lo: bytes, n_tokens: int) -> "torch.Tensor":
-    """The bf16 [n_tokens, D] tensor that `encode` split. Raises ValueError on wrong lengths.
-    `hi` and `lo` may be any buffers, for instance Arrow's `scalar.as_buffer()` (no copy).
-    """
-    import torch
-
-    size = memoryview(hi).nbytes
-    if n_tokens <= 0 or size != memoryview(lo).nbytes or size % n_tokens or size == 0:
-        raise ValueError(
-            f"planes of {size} and {memoryview(lo).nbytes} bytes do not hold {n_tokens} tokens"
-        )
-    words = np.frombuffer(hi, np.uint8).astype(np.uint16)
-    words <<= 8
-    words |= np.frombuffer(lo, np.uint8)
-    return torch.from_numpy(words.view(np.int16)).reshape(n_tokens, -1).view(torch.bfloat16)
-
-
 def ids_digest(ids: Ids) -> bytes:
     """16 bytes that name the token ids (prompt and output) of a sample."""
     return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).digest()[:16]
 
 
-def features_row(sample_id: str, ids: Ids, features: "torch.Tensor") -> dict[str, Any]:
-    """One FEATURES row of bf16 features [T, D] of these T token ids."""
-    hi, lo = encode(features)
+def features_row(
+    sample_id: str, ids: Ids, features: "torch.Tensor", dtype: str = BFLOAT16, num_taps: int = 1
+) -> dict[str, Any]:
+    """One FEATURES row of bf16 features [T, num_taps * hidden] of these T token ids, in one of
+    store.feature_codec.DTYPES.
+    """
+    hi, lo = encode(features, dtype, num_taps)
     names, made_from = {"sample_id": sample_id, "n_tokens": len(features)}, ids_digest(ids)
     digest = _digest(_seed(sample_id, len(features), made_from), hi, lo)
     return names | {"ids_digest": made_from, "hi": hi, "lo": lo, "digest": digest}
@@ -99,13 +71,14 @@ def open_shard(
     path: Path, target_id: str, target_layer_ids: list[int], hidden_size: int, top_k: int = 0
 ) -> pq.ParquetFile:
     """Open a features shard that was made from this target, these taps, this hidden size and this
-    layout, in bfloat16, and with this top_k if it is not 0.
+    layout, in a known dtype, and with this top_k if it is not 0.
 
     Raises ValueError for any other file: training on wrong features would give no other warning.
     """
     file = _open(path)
-    wanted = features_schema(target_id, target_layer_ids, hidden_size, top_k=top_k).metadata
-    found = file.schema_arrow.metadata or {}
+    found, dtype = file.schema_arrow.metadata or {}, _dtype(file)
+    dtype = dtype if dtype in DTYPES.values() else " or ".join(DTYPES.values())
+    wanted = features_schema(target_id, target_layer_ids, hidden_size, dtype, top_k).metadata
     for name, value in wanted.items():
         if found.get(name) != value:
             raise ValueError(
@@ -162,12 +135,13 @@ def find_faults(path: Path, file: pq.ParquetFile) -> dict[str, str]:
     read.
     """
     faults: dict[str, str] = {}
+    dtype = _dtype(file)
     names = [name for name in [*COLUMNS, *TOP_COLUMNS[3:]] if name in file.schema_arrow.names]
     for group in range(file.num_row_groups):
         rows = _read_group(file, path, group, names)
         for i in range(rows.num_rows):
             row = {name: rows[name][i] for name in names}
-            fault = _fault(row) or ("top_ids" in row and _top_fault(row))
+            fault = _fault(row, dtype) or ("top_ids" in row and _top_fault(row))
             if fault:
                 faults[row["sample_id"].as_py()] = fault
     return faults
@@ -246,23 +220,23 @@ def _rows(
     width: int,
     wanted: "Collection[str] | Mapping[str, bytes] | None",
 ) -> "Iterator[tuple[str, torch.Tensor]]":
-    rows = _read_group(file, path, group, COLUMNS)
+    rows, dtype = _read_group(file, path, group, COLUMNS), _dtype(file)
     for i, name in enumerate(rows["sample_id"].to_pylist()):
         if wanted is not None and name not in wanted:
             continue
         row = {column: rows[column][i] for column in COLUMNS}
         expected = wanted[name] if isinstance(wanted, Mapping) else None
-        fault = _fault(row, expected)
+        fault = _fault(row, dtype, expected)
         if fault:
             raise _damaged(path, name, fault)
         n_tokens = row["n_tokens"].as_py()
-        features = decode(_buffer(row["hi"]), _buffer(row["lo"]), n_tokens)
+        features = decode(_buffer(row["hi"]), _buffer(row["lo"]), n_tokens, dtype)
         if features.shape[1] != width:
             raise _damaged(path, name, f"they are {features.shape[1]} wide, not {width}")
         yield name, features
 
 
-def _fault(row: Mapping[str, Any], expected: bytes | None = None) -> str | None:
+def _fault(row: Mapping[str, Any], dtype: str, expected: bytes | None = None) -> str | None:
     """What is wrong with the features of a row; None if they are as they were written."""
     hi, lo, n_tokens = _buffer(row["hi"]), _buffer(row["lo"]), row["n_tokens"].as_py()
     made_from = row["ids_digest"].as_py()
@@ -271,7 +245,7 @@ def _fault(row: Mapping[str, Any], expected: bytes | None = None) -> str | None:
     seed = _seed(row["sample_id"].as_py(), n_tokens, made_from)
     if _digest(seed, hi, lo) != row["digest"].as_py():
         return "their bytes are not those that were written for this sample"
-    return None if _finite(hi, lo) else "they are not finite"
+    return None if is_finite(hi, lo, dtype) else "they are not finite"
 
 
 def _top_fault(row: Mapping[str, Any]) -> str | None:
@@ -294,22 +268,17 @@ def _digest(seed: int, first: Any, second: Any) -> bytes:
     return struct.pack("<II", zlib.crc32(second, one), one)
 
 
-def _finite(hi: Any, lo: Any) -> bool:
-    """Whether no bf16 is infinite or NaN. Those have all exponent bits set: seven in the high byte,
-    one in the low byte.
-    """
-    high = np.frombuffer(hi, np.uint8) & 0x7F
-    if high.max(initial=0) < 0x7F:
-        return True
-    return not bool((np.frombuffer(lo, np.uint8)[high == 0x7F] & 0x80).any())
-
-
 def _open(path: Path) -> pq.ParquetFile:
     """Open a shard. It may be gone since it was listed: `flywheel harvest` removes damaged ones."""
     try:
         return pq.ParquetFile(path)
     except (OSError, pa.ArrowInvalid) as error:
         raise ValueError(f"{path}: cannot be read ({error}); {_AGAIN}") from error
+
+
+def _dtype(file: pq.ParquetFile) -> str:
+    """The dtype that a shard names in its metadata."""
+    return (file.schema_arrow.metadata or {}).get(b"dtype", b"missing").decode()
 
 
 def _read_group(file: pq.ParquetFile, path: Path, group: int, columns: list[str]) -> pa.Table:

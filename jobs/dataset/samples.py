@@ -10,6 +10,7 @@ from dflash.identity import legacy_target_id, target_id
 from dflash.replay import Request
 from jobs.base.config import Config
 from jobs.base.target_facts import target_config, target_taps
+from store.feature_codec import DTYPES
 from store.features import (
     cache_key,
     check_all_harvested,
@@ -20,8 +21,6 @@ from store.features import (
 from store.set_aside import read_set_aside
 from store.shards import shard_paths
 from store.traffic_table import read_traffic
-
-FEATURE_DTYPE = "bfloat16"
 
 
 def captured_top_k(cfg: Config) -> int:
@@ -140,9 +139,10 @@ def set_aside(cfg: Config, taps: Sequence[int] = ()) -> set[str]:
 
 def features_folder(cfg: Config, identity: str, taps: Sequence[int] = ()) -> Path:
     """The folder of the feature cache for this target, these taps (default: the configured ones),
-    this dtype and this harvest.top_k.
+    harvest.features and harvest.top_k.
     """
-    key = cache_key(identity, list(taps or target_taps(cfg)), FEATURE_DTYPE, cfg.harvest.top_k)
+    dtype, top_k = DTYPES[cfg.harvest.features], cfg.harvest.top_k
+    key = cache_key(identity, list(taps or target_taps(cfg)), dtype, top_k)
     return cfg.path("features", key)
 
 

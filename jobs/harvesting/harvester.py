@@ -28,6 +28,7 @@ from jobs.harvesting.screening import (
     screen,
     too_long,
 )
+from store.feature_codec import DTYPES
 from store.features import features_row, top_row
 from store.ids import short_hash
 from store.schemas import features_schema
@@ -73,7 +74,7 @@ class Harvester:
 
     def shard(self, folder: Path, rows: list[Row]) -> Harvested:
         """Harvest `rows` into one shard of `folder`; no shard if all of them are set aside."""
-        top_k, made = self.cfg.harvest.top_k, {}
+        top_k, dtype, made = self.cfg.harvest.top_k, DTYPES[self.cfg.harvest.features], {}
         done, fit = Harvested(), []
         for row in rows:
             if fault := too_long(row, self.backend.room()):
@@ -87,10 +88,10 @@ class Harvester:
                 if fault:
                     done.aside.append(self._aside(row, folder, fault))
                 else:
-                    made[row["sample_id"]] = feature_row(row, features, self.head, top_k)
+                    made[row["sample_id"]] = feature_row(row, features, self.head, dtype, top_k)
         if made:
             hidden = target_config(self.cfg)["hidden_size"]
-            schema = features_schema(self.identity, list(self.taps), hidden, top_k=top_k)
+            schema = features_schema(self.identity, list(self.taps), hidden, dtype, top_k)
             kept = [made[row["sample_id"]] for row in rows if row["sample_id"] in made]
             path = folder / f"{short_hash([row['sample_id'] for row in rows])}.parquet"
             write_shard(path, pa.Table.from_pylist(kept, schema=schema))
@@ -126,12 +127,14 @@ def engine(cfg: Config) -> dict[str, str]:
     return {"backend": cfg.harvest.backend, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def feature_row(row: Row, features: Features, head: Tensor, top_k: int = 0) -> Row:
-    """The FEATURES row of a sample; with `top_k`, also the log-probabilities of that many tokens
-    at each output position.
+def feature_row(row: Row, features: Features, head: Tensor, dtype: str, top_k: int = 0) -> Row:
+    """The FEATURES row of a sample in a dtype of store.feature_codec; with `top_k`, also the
+    log-probabilities of that many tokens at each output position.
     """
     ids = [*row["prompt_ids"], *row["output_ids"]]
-    found = features_row(row["sample_id"], ids, features.taps.to(torch.bfloat16))
+    num_taps = features.taps.shape[1] // features.last.shape[1]
+    taps = features.taps.to(torch.bfloat16)
+    found = features_row(row["sample_id"], ids, taps, dtype, num_taps)
     if top_k:
         first = len(row["prompt_ids"])
         last = features.last[first - 1 : len(ids) - 1].to(head.device, head.dtype)

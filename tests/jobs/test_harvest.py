@@ -308,6 +308,26 @@ def test_damaged_features_never_reach_tau_and_exactly_they_are_made_again(
     assert harvest.run(cfg)["samples"] == 0
 
 
+def test_features_in_fp8_have_a_folder_of_their_own(features):
+    """A sample is found in the dtype that is asked for; in fp8 it is nearly what it is in bf16."""
+    exact, folder = features
+    cfg = exact.override("harvest", features="fp8")
+    everything = all_rows(cfg)
+    with pytest.raises(ValueError, match="no features"):
+        samples.with_features(cfg, everything)
+    found = harvest.run(cfg)
+    assert (found["samples"], found["reused"]) == (len(everything), 0)
+    assert found["folder"] != str(folder)
+    both = [samples.with_features(c, everything) for c in (exact, cfg)]
+    for old, new in zip(*both, strict=True):
+        error = (old.features.float() - new.features.float()).norm() / old.features.float().norm()
+        assert 0 < error < 0.05
+    damaged = shard_paths(samples.features_folder(cfg, target_id(cfg.target_path)))[0]
+    rewrite(damaged.parent, exchanged)
+    assert harvest.run(cfg)["samples"] == 2, "what is damaged is made again"
+    assert harvest.run(exact)["samples"] == 0
+
+
 @pytest.mark.parametrize("cut", [None, 1000])
 def test_a_lost_or_cut_shard_is_made_again(features, cut):
     cfg, folder = features
