@@ -25,9 +25,9 @@ from jobs.base.config import Config, load
 from jobs.base.console import print_table
 from jobs.demo_data.prompts import Prompt, prompts
 from jobs.training.states import read_result, states_folder
-from store import files
 from store.files import commit
 from store.ids import split_of
+from store.place import place_of, write_json
 
 OLD, NEW = ("tickets", "general", "reviews"), "sql"
 PROMPTS = {"tickets": 160, "general": 85, "reviews": 200, NEW: 2700}
@@ -158,7 +158,7 @@ def finish(study: Study, found: list[dict[str, Any]]) -> None:
     for row in found:
         row["gain"] = row["tau"][NEW] / base["tau"][NEW] - 1
         row["kept"] = {name: row["tau"][name] / base["tau"][name] - 1 for name in OLD}
-    files.save_json(study.folder / "adapt.json", {"cpu": cpu_name(), "rows": found})
+    write_json(place_of(str(study.folder)), "adapt.json", {"cpu": cpu_name(), "rows": found})
     table = [
         [r["recipe"], r["tokens"], r["tau"][NEW], *(r["tau"][n] for n in OLD), r["seconds"]]
         for r in found

@@ -23,7 +23,7 @@ from jobs.base.config import Config, load
 from jobs.base.console import print_table
 from jobs.demo_data.prompts import Prompt, prompts
 from jobs.evaluation import drafters
-from store import files
+from store.place import write_json
 
 LONG, EARLIER, CONVERSATIONS = "long", 8, 150
 RECIPES = {"no mix": [], "mix 0.5": ["train.mix=0.5"]}
@@ -104,7 +104,7 @@ def finish(cfg: Config, found: dict[str, dict[str, float]]) -> None:
     ]
     detail: dict[str, Any] = {"cpu": cpu_name(), "prompt_tokens": statistics.median(lengths)}
     detail |= {"tau": found}
-    files.save_json(cfg.path("contexts.json"), detail)
+    write_json(cfg.place(), "contexts.json", detail)
     names = sorted(found["base"])
     rows = [[recipe, *(taus[name] for name in names)] for recipe, taus in found.items()]
     print_table("Replayed tau", ["recipe", *names], rows)

@@ -18,7 +18,7 @@ from jobs.base.cluster import cluster
 from jobs.base.config import Config, load
 from jobs.base.console import print_table
 from jobs.training.states import read_result, states_folder
-from store import files
+from store.place import write_json
 
 STEPS = 100
 SEEDS = (0, 1)
@@ -59,7 +59,7 @@ def main() -> None:
             name: [score(load(None, [*shared, *more, f"train.seed={seed}"])) for seed in SEEDS]
             for name, more in RECIPES.items()
         }
-    files.save_json(cfg.path("sweep.json"), {"cpu": cpu_name(), "recipes": found})
+    write_json(cfg.place(), "sweep.json", {"cpu": cpu_name(), "recipes": found})
     taus = {name: [run["tau"] for run in runs] for name, runs in found.items()}
     seconds = {name: statistics.mean(r["seconds"] for r in runs) for name, runs in found.items()}
     mean = {name: statistics.mean(values) for name, values in taus.items()}

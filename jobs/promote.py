@@ -17,7 +17,7 @@ from jobs.promotion import gate
 from jobs.promotion.candidate import Candidate, evidence, read_candidate, tags
 from jobs.promotion.champion_moves import Moves, promoting
 from jobs.proof.kept_results import preflight_passed
-from jobs.registry.versions import CHALLENGER, CHAMPION, Registry, Version
+from jobs.registry.versions import CHALLENGER, CHAMPION, Version
 
 
 def run(cfg: Config) -> dict[str, Any]:
@@ -27,8 +27,7 @@ def run(cfg: Config) -> dict[str, Any]:
     evaluation, and when another promotion holds the lease.
     """
     candidate = read_candidate(cfg)
-    with promoting(cfg) as held:
-        moves = Moves(cfg, Registry(cfg), held)
+    with promoting(cfg) as moves:
         champion = moves.registry.current(CHAMPION)
         moves.complete_history(champion)
         return _decide(cfg, moves, candidate, champion)

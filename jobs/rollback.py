@@ -11,7 +11,7 @@ from dflash.identity import legacy_target_id, target_id
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console
-from jobs.promotion.champion_moves import Moves, promoting
+from jobs.promotion.champion_moves import promoting
 from jobs.registry.versions import CHAMPION, Registry, Version
 from store import promotions
 
@@ -22,9 +22,8 @@ def run(cfg: Config) -> dict[str, Any]:
     Raises ValueError when there is no champion, or no earlier one that can be used; the message has
     the reason for each.
     """
-    with promoting(cfg) as held:
-        registry = Registry(cfg)
-        moves = Moves(cfg, registry, held)
+    with promoting(cfg) as moves:
+        registry = moves.registry
         champion = registry.current(CHAMPION)
         if champion is None:
             raise ValueError(

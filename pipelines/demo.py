@@ -17,6 +17,7 @@ from jobs.base.cli import run_as_module
 from jobs.base.cluster import cluster
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
+from jobs.base.stage_log import logged
 from jobs.dataset.samples import load_requests
 from jobs.evaluation.replay_walks import untrained_walks
 from jobs.proof.round_comparison import table
@@ -73,7 +74,7 @@ def _stages(
     for name, stage in stages:
         console.rule(name)
         started = time.perf_counter()
-        done[name] = stage(cfg)
+        done[name] = logged(cfg, name, stage)
         seconds[name] = round(time.perf_counter() - started, 1)
 
 

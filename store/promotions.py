@@ -1,4 +1,9 @@
-"""Decisions about champions: numbered rows of the table promotions, which are only ever added."""
+"""Decisions about champions: numbered rows of the table promotions, which are only ever added.
+
+Whoever decides holds a lease. `Decisions` begins with an empty commit that notes the number of the
+lease. A holder adds a row only if no other lease was noted since its own, and only as the next
+version of the table. So once a later holder has begun, an earlier one that wakes up adds nothing.
+"""
 
 import json
 from datetime import UTC, datetime
@@ -13,32 +18,49 @@ from store.tables import Conflict, Table
 TRIES = 60
 
 
-def append(table: Table, record: dict[str, Any], held: Lease | None = None) -> dict[str, Any]:
-    """Add `record` under the next number; returns it with `number` and `decided_at` (UTC now).
+class Decisions:
+    """Decisions under a lease. Making one raises Lost if the lease has ended."""
 
-    `record` holds the other columns of PROMOTIONS; `evidence` may be anything JSON. Two writers get
-    two numbers. held: the lease under which it was decided. Raises Lost if a later holder of that
-    lease has decided since, and ValueError for a column that PROMOTIONS lacks.
+    def __init__(self, table: Table, held: Lease):
+        held.check()
+        self.table, self.held = table, held
+        note = {"lease": held.number}
+        self.since = table.change(lambda live: ([], []), note, empty=True)
+
+    def append(self, record: dict[str, Any]) -> dict[str, Any]:
+        """As `append`, under the lease."""
+        return append(self.table, record, self)
+
+    def check(self, version: int) -> None:
+        """Raise Lost unless this is the last holder to have begun, as of a version of the table."""
+        self.held.check()
+        noted = [self.table.note(v).get("lease") for v in range(self.since + 1, version + 1)]
+        if set(noted) - {None, self.held.number}:
+            raise Lost(
+                f"{self.held.place}: lease {self.held.number} ended, and a later holder has begun: "
+                "nothing was recorded, run the same command again"
+            )
+
+
+def append(
+    table: Table, record: dict[str, Any], decisions: Decisions | None = None
+) -> dict[str, Any]:
+    """Add `record` under the next number; returns it with `number`, `lease` and `decided_at` (UTC
+    now). Two writers get two numbers.
+
+    `record` holds the other columns of PROMOTIONS; `evidence` may be anything JSON. Raises
+    ValueError for a column that PROMOTIONS lacks.
     """
     unknown = set(record) - set(PROMOTIONS.names)
     if unknown:
         raise ValueError(f"no such column in promotions: {', '.join(sorted(unknown))}")
     for _ in range(TRIES):
         version = table.version()
-        known = table.read(["number", "lease"], version=version).to_pylist()
-        if held is not None:
-            held.check()
-            if any((row["lease"] or 0) > held.number for row in known):
-                raise Lost(
-                    f"{held.place}: lease {held.number} ended, and a later holder has decided "
-                    "since: nothing was recorded, run the same command again"
-                )
-        full = {
-            "number": max((row["number"] for row in known), default=0) + 1,
-            "decided_at": datetime.now(UTC),
-            **record,
-            "lease": None if held is None else held.number,
-        }
+        if decisions is not None:
+            decisions.check(version or 0)
+        known = table.read(["number"], version=version)["number"].to_pylist()
+        full = {"number": max(known, default=0) + 1, "decided_at": datetime.now(UTC), **record}
+        full["lease"] = None if decisions is None else decisions.held.number
         row = full | {"evidence": json.dumps(record.get("evidence"))}
         shard = table.write(pa.Table.from_pylist([row], schema=PROMOTIONS))
         try:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, cast
+from typing import Any
 
 import obstore
 import pyarrow as pa
@@ -139,11 +139,13 @@ class Table:
         change: Callable[[dict[str, Shard]], tuple[Sequence[Shard], Sequence[str]]],
         note: dict[str, Any] | None = None,
         expect: int | None = None,
+        empty: bool = False,
     ) -> int:
         """Commit what `change` makes of the live shards: (shards to add, names to remove).
 
         If another writer commits first, `change` is called again with what is live then. If it
-        changes nothing, nothing is written. Returns the version that is as wanted.
+        changes nothing, nothing is written, unless `empty` asks for a commit that only notes
+        something. Returns the version that is as wanted.
 
         expect: the only version that may be changed; Conflict is raised if there is a later one.
         """
@@ -154,7 +156,7 @@ class Table:
                 raise Conflict(f"{self.place} has version {before}, not {expect}")
             live = _shards(table)
             add, remove = change(live)
-            if not add and not remove:
+            if not (add or remove or empty):
                 return before
             actions = [_added(shard) for shard in add]
             actions += [_removed(live[name]) for name in remove]
@@ -170,17 +172,15 @@ class Table:
         found = self._open(version)
         if found is None:
             return ds.dataset(self.schema.empty_table())
-        with told(self.place):
-            rows = cast(ds.FileSystemDataset, found.to_pyarrow_dataset(schema=self.schema))
-            shards = _shards(found)
-            # Not the library's own bounds: it leaves out shards that lack a statistic (1.6.6).
-            fragments = [
-                rows.format.make_fragment(
-                    path, rows.filesystem, partition_expression=shards[path].bounds(self.schema)
-                )
-                for path in rows.files
-            ]
-            return ds.FileSystemDataset(fragments, self.schema, rows.format, rows.filesystem)
+        # Not DeltaTable.to_pyarrow_dataset (1.6.6): it reads through Python, so a scan that ends
+        # early can abort the interpreter at exit; and it leaves out shards that lack a statistic.
+        files, folder = self.place.files()
+        form = ds.ParquetFileFormat()
+        fragments = [
+            form.make_fragment(f"{folder}/{shard.name}", files, shard.bounds(self.schema))
+            for shard in _shards(found).values()
+        ]
+        return ds.FileSystemDataset(fragments, self.schema, form, files)
 
     def batches(
         self,

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from jobs.base.config import Config, commented, load
 from jobs.base.console import visible
+from jobs.base.stage_log import logged
 from store.former_layout import is_former
 
 STAGES = {
@@ -105,7 +106,8 @@ def _run(stage: str, cfg: Config, function: str) -> int:
             f"{cfg.place()} has the layout of an earlier release: run `flywheel migrate` with the "
             "same settings, once"
         )
-    summary = getattr(importlib.import_module(STAGES[stage][0]), function)(cfg)
+    call = getattr(importlib.import_module(STAGES[stage][0]), function)
+    summary = logged(cfg, stage, call) if function == "run" else call(cfg)
     if sys.stderr is not None:
         sys.stderr.flush()
     _print(json.dumps(summary))

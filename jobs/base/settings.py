@@ -22,17 +22,19 @@ def setting(
     *,
     minimum: float | None = None,
     path: bool = False,
+    local: bool = False,
     execution: bool = False,
 ) -> Any:
     """A documented dataclass field.
 
     `minimum` bounds a number from below. `path` marks a path (or a list of them). It is made
     absolute once, while loading: `~` is expanded, and a relative path starts at the folder that the
-    command runs in. So Ray workers with another working directory see the same place. `execution`
-    marks a setting that changes how or where the work is done, not its result. Such a setting is
+    command runs in. So Ray workers with another working directory see the same place. `local` marks
+    a path that must not be a URL. `execution` marks a setting that changes how or where the work is done, not its result. Such a setting is
     not part of a run's identity.
     """
-    metadata = {"help": help, "minimum": minimum, "path": path, "execution": execution}
+    metadata = {"help": help, "minimum": minimum, "path": path or local, "local": local}
+    metadata["execution"] = execution
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -197,7 +199,7 @@ def _build(cls: type[T], flat: Mapping[str, Any], prefix: str = "") -> T:
         elif name in flat:
             arguments[item.name] = _check(name, flat[name], item, kind)
         else:
-            arguments[item.name] = _absolute(_default(item), item)
+            arguments[item.name] = _absolute(name, _default(item), item)
     return cls(**arguments)
 
 
@@ -221,7 +223,7 @@ def _check(name: str, value: Any, item: dataclasses.Field, kind: Any) -> Any:
     minimum = item.metadata["minimum"]
     if minimum is not None and value < minimum:
         raise ValueError(f"{name} = {value!r}: expected {_expected(item, kind)}")
-    return _absolute(value, item)
+    return _absolute(name, value, item)
 
 
 def _quotes(value: Any, kind: Any) -> str:
@@ -249,17 +251,22 @@ def _matches(value: Any, kind: Any) -> bool:
     return type(value) is kind  # not isinstance: True is not accepted as an integer
 
 
-def _absolute(value: Any, item: dataclasses.Field) -> Any:
+def _absolute(name: str, value: Any, item: dataclasses.Field) -> Any:
     if not item.metadata["path"] or not value:
         return value
     if isinstance(value, list):
-        return [_absolute(part, item) for part in value]
+        return [_absolute(name, part, item) for part in value]
     if "://" in value:
+        if item.metadata["local"]:
+            raise ValueError(
+                f"{name} = {value!r}: it must be a folder on a local disk: copy it there, and "
+                "name the copy"
+            )
         return value
     try:
         return str(Path(value).expanduser().absolute())
     except RuntimeError as error:  # ~NAME of a user that this machine does not have
-        raise ValueError(f"{item.name} = {value!r}: {error}") from error
+        raise ValueError(f"{name} = {value!r}: {error}") from error
 
 
 def _read_text(text: str, kind: Any) -> Any:

@@ -77,8 +77,8 @@ def commit_rows(cfg: Config, rows: list[Row], inputs: dict[str, Any]) -> None:
     """
     batch, table = short_hash(inputs), cfg.table("acceptance")
     made = pa.Table.from_pylist([row | {"batch": batch} for row in rows], schema=ACCEPTANCE)
-    columns = ["request_id", "target_id", "k", "accepted", "repeat_count"]
-    order = [(name, "ascending") for name in columns[:3]]
+    columns = [name for name in ACCEPTANCE.names if name not in ("started_at", "finished_at")]
+    order = [(name, "ascending") for name in ("request_id", "target_id", "k")]
     known = table.read(columns, pc.field("batch") == batch)
     if not known.sort_by(order).equals(made.select(columns).sort_by(order)):
         table.replace("batch", [batch], [table.write(made)], inputs)

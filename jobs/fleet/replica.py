@@ -9,7 +9,7 @@ from jobs.base.devices import served_dtype
 from jobs.base.drafter_folders import local_folder
 from jobs.registry.versions import resolve
 from serving.vllm_server import Server
-from store.place import read_json
+from store.place import newest_json
 
 
 def server(cfg: Config, log: str = "serve.log") -> Server:
@@ -42,10 +42,7 @@ def server(cfg: Config, log: str = "serve.log") -> Server:
 def verified_k(cfg: Config, drafter: Path) -> list[int]:
     """The K per batch size that the latest `flywheel verify` chose for this drafter; [] if none."""
     wanted = {"drafter_sha256": drafter_sha256(drafter), "target_id": target_id(cfg.target_path)}
-    place = cfg.place("verified")
-    kept = sorted(place.objects(), key=lambda found: found.modified, reverse=True)
-    for item in kept:
-        found = read_json(place, item.name, ["drafter_sha256", "target_id"]) or {}
+    for found in newest_json(cfg.place("verified"), list(wanted)):
         sound = found.get("ok", True)  # a verify that failed has chosen no K
         if sound and wanted.items() <= found.items() and "k_by_batch_size" in found:
             return found["k_by_batch_size"]

@@ -1,10 +1,11 @@
 """The only code that changes the champion, and the records of it.
 
-Records are fenced: one that was decided under an older lease than the latest record is refused.
-The registry's aliases are not, since MLflow has no compare-and-set. So the lease is checked right
-before each alias is moved. A process that is suspended between that check and the call, for longer
-than its lease, may move an alias late. It cannot record that, and the next promotion or rollback
-finds the alias where the latest record did not put it (`complete_history`).
+All of it is done under a lease. Records are fenced: once a later holder has begun, an earlier one
+can add none (store/promotions.py). The registry is not, since MLflow has no compare-and-set: the
+lease is checked right before each change of it (jobs/registry/versions.py). A process that is
+suspended between that check and the call, for longer than its lease, may move an alias late. It
+cannot record that, and the next promotion or rollback finds the alias where the latest record did
+not put it (`complete_history`).
 """
 
 from collections.abc import Iterator
@@ -17,14 +18,14 @@ from jobs.base.console import console
 from jobs.registry.versions import CHAMPION, PREVIOUS, Registry, Version
 from store import promotions
 from store.ids import drafter_version
-from store.lease import Lease, lease, who
+from store.lease import lease, who
 
 Named = tuple[str | None, str | None]
 """Number of a version, and name of its drafter."""
 
 
 @contextmanager
-def promoting(cfg: Config) -> Iterator[Lease]:
+def promoting(cfg: Config) -> Iterator["Moves"]:
     """Be the only process, on any host, that moves aliases of this work folder. Raises ValueError
     naming the other one if it does not end.
     """
@@ -33,16 +34,17 @@ def promoting(cfg: Config) -> Iterator[Lease]:
             held = stack.enter_context(lease(cfg.place("leases", "promotion")))
         except ValueError as error:
             raise ValueError(f"another promotion is running: {error}") from error
-        yield held
+        decisions = promotions.Decisions(cfg.table("promotions"), held)
+        yield Moves(cfg, Registry(cfg, held), decisions)
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Changes of the champion under a lease."""
+    """Changes of the champion under a lease. Each raises Lost if the lease has ended."""
 
     cfg: Config
     registry: Registry
-    held: Lease
+    decisions: promotions.Decisions
 
     def move(
         self,
@@ -54,12 +56,10 @@ class Moves:
     ) -> None:
         """Change the champion: set `previous`, set `champion`, write the record. If it is
         interrupted before the record, the next promotion or rollback writes that
-        (`complete_history`). Raises Lost if the lease has ended.
+        (`complete_history`).
         """
         if champion is not None:
-            self.held.check()
             self.registry.set_alias(PREVIOUS, champion)
-        self.held.check()
         self.registry.set_alias(CHAMPION, version)
         self.record(action, champion, version.number, version.sha256, reason, evidence)
 
@@ -103,4 +103,4 @@ class Moves:
             "reason": reason,
             "evidence": evidence,
         }
-        promotions.append(self.cfg.table("promotions"), record, self.held)
+        self.decisions.append(record)

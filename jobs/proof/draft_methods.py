@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash.checkpoint import read_config
 from jobs.base.config import Config
-from jobs.base.drafter_folders import newest_drafter
+from jobs.base.drafter_folders import local_folder, newest_drafter
 from jobs.base.target_facts import target_config
 from jobs.dataset.slices import Row
 from jobs.fleet.replica import verified_k
@@ -79,10 +79,13 @@ def dflash(cfg: Config) -> Method:
 
 def model_folder(cfg: Config, name: str) -> Path | None:
     """The folder that methods.NAME names, if any. Raises ValueError if it holds no model."""
-    folder = getattr(cfg.methods, name, "")
-    if folder and not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"methods.{name} = {folder}: not a model folder, it has no config.json")
-    return Path(folder) if folder else None
+    named = getattr(cfg.methods, name, "")
+    if not named:
+        return None
+    folder = local_folder(cfg, named)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"methods.{name} = {named}: not a model folder, it has no config.json")
+    return folder
 
 
 def has_mtp_heads(config: dict[str, Any]) -> bool:

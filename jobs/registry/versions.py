@@ -2,8 +2,7 @@
 
 The files of a version are artifacts of a run. They are uploaded, read back and compared before the
 version is created, and every reader compares them again. MLflow's aliases have no compare-and-set
-and no history, so whoever moves one holds `lease` and writes a record (store/promotions.py).
-Readers get a version number and its folder from `resolve`.
+and no history, so whoever moves one holds a lease and writes a record (jobs/promotion). Readers get a version number and its folder from `resolve`.
 """
 
 import contextlib
@@ -38,6 +37,7 @@ from jobs.tracking.mlflow_client import (
     told,
 )
 from jobs.tracking.mlflow_runs import run_named
+from store.lease import Lease
 
 CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous", "challenger"
 BAD = "flywheel.bad"
@@ -89,10 +89,12 @@ class Version:
 
 
 class Registry:
-    """The registered model `mlflow.model`."""
+    """The registered model `mlflow.model`. held: the lease that whatever changes it needs; each
+    change checks it right before, and raises Lost if it has ended.
+    """
 
-    def __init__(self, cfg: Config):
-        self.cfg, self.model = cfg, cfg.mlflow.model
+    def __init__(self, cfg: Config, held: Lease | None = None):
+        self.cfg, self.model, self.held = cfg, cfg.mlflow.model, held
         cfg.path().mkdir(parents=True, exist_ok=True)
         self.client = open_client(cfg)
 
@@ -121,7 +123,7 @@ class Registry:
         return found
 
     def register(self, folder: Path, tags: dict[str, str]) -> Version:
-        """The version of this drafter: the one with its identity, or a new one. Needs the lease.
+        """The version of this drafter: the one with its identity, or a new one.
 
         `tags` (with SHA256 and FIELDS) are also set on a known version, since the latest evaluation
         counts. Its artifacts are checked, and uploaded again if they are damaged. Raises ValueError
@@ -132,6 +134,7 @@ class Registry:
         known = None if number is None else self.get(number)
         if known is None:
             run_id, source = self._upload(folder, tags[SHA256])
+            self._check_lease()
             self._create_model()
             made = self.client.create_model_version(
                 self.model, source, run_id=run_id, tags=tags, await_creation_for=0
@@ -140,6 +143,7 @@ class Registry:
         else:
             number = known.number
             self._mend(known, folder, tags[SHA256])
+            self._check_lease()
             for name, value in tags.items():
                 self.client.set_model_version_tag(self.model, number, name, value)
         found = self.get(number)
@@ -147,17 +151,20 @@ class Registry:
         return found
 
     def set_alias(self, alias: str, version: Version) -> None:
-        """Point an alias at a version. Needs the lease."""
+        """Point an alias at a version."""
+        self._check_lease()
         self.client.set_registered_model_alias(self.model, alias, version.number)
 
     def drop_alias(self, alias: str, version: Version) -> None:
-        """Remove an alias if it names this version. Needs the lease."""
+        """Remove an alias if it names this version."""
         found = self.current(alias)
         if found is not None and found.number == version.number:
+            self._check_lease()
             self.client.delete_registered_model_alias(self.model, alias)
 
     def mark_bad(self, version: Version, reason: str) -> None:
         """Tag a version so that no gate accepts it again."""
+        self._check_lease()
         self.client.set_model_version_tag(self.model, version.number, BAD, cut(reason, MAX_TAG))
 
     def open(self, version: Version) -> Path:
@@ -186,6 +193,10 @@ class Registry:
                 f"{hint}"
             )
         return folder
+
+    def _check_lease(self) -> None:
+        assert self.held is not None, "this registry was opened to be read"
+        self.held.check()
 
     def _known(self, folder: Path, sha256: str) -> str | None:
         """The first version of this drafter. A version that has only the hash of the weights counts

@@ -15,7 +15,7 @@ from jobs.base.config import Config
 from jobs.dataset import queries
 from jobs.evaluation.intervals import Resamples
 from store.ids import drafter_version
-from store.place import Place, read_json
+from store.place import Place, newest_json
 
 Row = dict[str, Any]
 Interval = list[float] | None
@@ -56,9 +56,9 @@ class Facts:
         """Raises ValueError for a drafter without an evaluation, and for files that are damaged."""
         self.evaluation = _evaluation(cfg, drafter_sha256)
         self.version = drafter_version(drafter_sha256)
-        self.verified = _newest(cfg.place("verified"), drafter_sha256)
-        self.preflight = _newest(cfg.place("preflight"), drafter_sha256)
-        self.methods = _newest_methods(cfg, self.evaluation["target_id"])
+        self.verified = _newest(cfg.place("verified"), drafter_sha256=drafter_sha256)
+        self.preflight = _newest(cfg.place("preflight"), drafter_sha256=drafter_sha256)
+        self.methods = _newest(cfg.place("methods"), target_id=self.evaluation["target_id"])
         self.k = self.verified["k"] if self.verified else self.evaluation["k"]
         self.baseline = self.evaluation["baseline"]
         self.names = {self.version: self.evaluation["drafter"]}
@@ -136,15 +136,15 @@ class Facts:
 
 def evaluated(cfg: Config, drafter_sha256: str) -> bool:
     """Whether there is an evaluation of this drafter."""
-    return _newest(cfg.place("evaluations"), drafter_sha256) is not None
+    return _newest(cfg.place("evaluations"), drafter_sha256=drafter_sha256) is not None
 
 
 def newest_evaluated(cfg: Config) -> str:
     """The identity of the drafter evaluated last. Raises ValueError if there is none."""
-    found = _read_all(cfg.place("evaluations"), "drafter_sha256")
-    if not found:
-        raise ValueError(f"nothing in {cfg.place('evaluations')}: run `flywheel evaluate` first")
-    return found[-1]["drafter_sha256"]
+    place = cfg.place("evaluations")
+    for found in newest_json(place, ["drafter_sha256"]):
+        return found["drafter_sha256"]
+    raise ValueError(f"nothing in {place}: run `flywheel evaluate` first")
 
 
 def pick(rows: Sequence[Row], **where: Any) -> list[Row]:
@@ -163,7 +163,7 @@ def _set_aside(cfg: Config, target: str) -> dict[str, int]:
 
 
 def _evaluation(cfg: Config, drafter_sha256: str) -> Row:
-    found = _newest(cfg.place("evaluations"), drafter_sha256)
+    found = _newest(cfg.place("evaluations"), drafter_sha256=drafter_sha256)
     if found is None:
         raise ValueError(
             f"no evaluation of drafter {drafter_version(drafter_sha256)} in "
@@ -177,20 +177,7 @@ def _evaluation(cfg: Config, drafter_sha256: str) -> Row:
     return found
 
 
-def _newest(place: Place, drafter_sha256: str) -> Row | None:
-    found = _read_all(place, "drafter_sha256")
-    found = [result for result in found if result["drafter_sha256"] == drafter_sha256]
-    return found[-1] if found else None
-
-
-def _newest_methods(cfg: Config, target: str) -> Row | None:
-    found = [r for r in _read_all(cfg.place("methods"), "target_id") if r["target_id"] == target]
-    return found[-1] if found else None
-
-
-def _read_all(place: Place, key: str) -> list[Row]:
-    """The results at a place, oldest first. Raises ValueError for one without `key`."""
-    kept = [i for i in place.objects() if i.name.endswith(".json") and "/" not in i.name]
-    kept.sort(key=lambda item: item.modified)
-    found = (read_json(place, item.name, [key]) for item in kept)
-    return [result for result in found if result is not None]
+def _newest(place: Place, **where: Any) -> Row | None:
+    """The newest result that has these values; None if there is none."""
+    found = newest_json(place, list(where))
+    return next((result for result in found if pick([result], **where)), None)

@@ -13,8 +13,10 @@ from dflash.identity import target_id
 from dflash.model import Drafter
 from jobs import promote
 from jobs.base.config import Config
+from jobs.base.drafter_folders import MARK
 from jobs.registry.versions import Registry, resolve
 from store import promotions
+from store.place import write_json
 
 SHAPE = DrafterConfig(
     hidden_size=16,
@@ -36,7 +38,7 @@ SHAPE = DrafterConfig(
 
 def make_target(cfg: Config, **changes):
     folder = cfg.path("target")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     shape = {"hidden_size": 16, "vocab_size": 50, "num_hidden_layers": 4}
     shape |= {"intermediate_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64}
     shape |= {"rms_norm_eps": 1e-5} | changes
@@ -45,8 +47,13 @@ def make_target(cfg: Config, **changes):
 
 
 def make_drafter(cfg: Config, name: str, seed: int, shape: DrafterConfig = SHAPE):
+    """A random drafter in <work>/drafters; returns its folder on the local disk."""
     torch.manual_seed(seed)
-    return save_drafter(Drafter(shape), cfg.path("drafters", name), torch.float32)
+    folder, place = cfg.path("drafters", name), cfg.place("drafters", name)
+    save_drafter(Drafter(shape), folder, torch.float32)
+    if not place.is_local:
+        place.publish(folder, MARK)
+    return folder
 
 
 def evaluate(cfg: Config, folder, tau=2.0, against=None, gain=0.2, shape=SHAPE, **changes):
@@ -54,6 +61,7 @@ def evaluate(cfg: Config, folder, tau=2.0, against=None, gain=0.2, shape=SHAPE, 
     identity = target_id(cfg.target_path)
     measured = {
         "pooled": tau,
+        "weighted": tau,
         "macro": tau,
         "domains": {"a": tau, "b": tau},
         "positions": [0.5, 0.3, 0.2],
@@ -80,10 +88,9 @@ def evaluate(cfg: Config, folder, tau=2.0, against=None, gain=0.2, shape=SHAPE, 
         "rounds": 100,
         "k": 3,
     }
-    path = cfg.path("evaluations", f"{folder.name}.json")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(evaluation | changes))
-    return path
+    place, name = cfg.place("evaluations"), f"{folder.name}.json"
+    write_json(place, name, evaluation | changes)
+    return Path(f"{place}/{name}")
 
 
 def promoted(cfg: Config, name: str, seed: int, against=None, **kwargs):
@@ -105,5 +112,5 @@ def aliases(cfg: Config):
 
 
 def actions(cfg: Config):
-    records = promotions.read(cfg.path("promotions"))
+    records = promotions.read(cfg.table("promotions"))
     return [(r["action"], r["from_version"], r["to_version"]) for r in records]

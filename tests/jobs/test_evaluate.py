@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -16,14 +18,16 @@ from jobs import evaluate, harvest
 from jobs.base import devices
 from jobs.base.config import Config, load
 from jobs.base.drafter_shape import drafter_config
+from jobs.dataset import queries
 from jobs.dataset.samples import load_requests
 from jobs.evaluation import drafters, regression_sets
 from jobs.evaluation.prompt_files import read_prompts
 from jobs.evaluation.replay_walks import untrained_walks
 from jobs.promotion.gate import refusals
-from store.schemas import ACCEPTANCE
-from store.shards import read_dataset
+from tests.helpers.tables import put_rows
 from tests.helpers.work import RIVAL_SETTINGS
+
+BY_DOMAIN = queries.find_question("tau_by_domain_and_version").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +58,37 @@ def test_champion_and_challenger_on_greedy_and_sampled_traffic(work):
     assert list(parts["language"]) == ["de", "unknown"]
     assert "prompt tokens" not in parts, "all prompts are short"
     assert set(baseline["delta_slices"]["domain"]) == {"a", "b"}
-    rows = read_dataset(work / "acceptance", ACCEPTANCE).to_pylist()
+    rows = configure(work).table("acceptance").read().to_pylist()
     mine = [r for r in rows if r["k"] == 4 and r["drafter_version"] == found["drafter_sha256"][:12]]
     assert {round(r["temperature"], 2) for r in mine} == {0.0, 0.7}
-    assert tau([r["accepted"] for r in mine]) == pytest.approx(measured["pooled"])
+    walks = [r["accepted"] for r in mine]
+    assert tau(walks) == pytest.approx(measured["pooled"]) == pytest.approx(measured["weighted"])
+
+
+def test_samples_that_traffic_has_often_count_as_often(work, tmp_path):
+    """tau.weighted is what the fleet serves: over every request, not over every sample."""
+    work = shutil.copytree(work, tmp_path / "work")
+    cfg = configure(work)
+    rows = cfg.table("selection").read().to_pylist()
+    for i, row in enumerate(rows):
+        row["repeat_count"] = 1 + 10 * (i % 2)
+    put_rows(cfg, "selection", rows)
+    found = evaluate.run(cfg)["tau"]
+    walked = [r for r in cfg.table("acceptance").read().to_pylist() if r["k"] == 4]
+    repeated = [r["accepted"] for r in walked for _ in range(r["repeat_count"])]
+    assert len(repeated) == 8 + 8 * 11
+    assert found["weighted"] == pytest.approx(tau(repeated)) != found["pooled"]
+    for name, weighted in found["weighted_domains"].items():
+        mine = [r for r in walked if r["domain"] == name]
+        assert weighted == pytest.approx(
+            tau([r["accepted"] for r in mine for _ in range(r["repeat_count"])])
+        )
+    [total] = [
+        r for r in queries.ask(cfg, BY_DOMAIN).to_pylist() if r["domain"] == "(all)" and r["k"] == 4
+        and r["temperature"] == 0
+    ]
+    greedy = [r["accepted"] for r in walked if not r["temperature"] for _ in range(r["repeat_count"])]
+    assert total["tau_weighted"] == pytest.approx(tau(greedy))
 
 
 def test_what_a_pinned_run_learned_before_it_moved_to_test_is_a_leak(work, monkeypatch):
@@ -67,8 +98,8 @@ def test_what_a_pinned_run_learned_before_it_moved_to_test_is_a_leak(work, monke
     name, other = rows[0]["sample_id"], rows[1]["sample_id"]
     for run, learned, val in (("known", name, other), ("elsewhere", other, name)):
         (work / "runs" / run).mkdir(parents=True)
-        pin = {"train": [[learned, "a", 0.0, []]], "val": [[val, "a", 0.0, []]], "files": []}
-        (work / "runs" / run / "pin-abc.json").write_text(json.dumps(pin))
+        pin = pa.table({"sample_id": [learned, val], "split": ["train", "val"]})
+        pq.write_table(pin, work / "runs" / run / "pin-abc.parquet")
     monkeypatch.setattr(evaluate, "publish", lambda *args: work / "page")
     found = evaluate.run(cfg)
     assert found["leaking"] == {"leaking": 1, "samples": 16}

@@ -46,6 +46,7 @@ NAMED = [clean(label) or "default" for label in LABELS]
 FOLDER = "w [bold]x[/] 'a' {b} :smile:"
 STAGES = {
     "ingest": ["ingest.test_percent=99"],
+    "select": [],
     "harvest": [],
     "evaluate": [],
     "promote": [],
@@ -53,10 +54,11 @@ STAGES = {
     "sql": ["tau_by_domain_and_version"],
     "doctor": [],
     "again": ["ingest.val_percent=60", "ingest.test_percent=0"],
+    "select-again": ["ingest.val_percent=60", "ingest.test_percent=0"],
     "plan": ["--plan"],
     "train": [],
 }
-COMMANDS = {"again": "ingest", "plan": "train"}
+COMMANDS = {"again": "ingest", "select-again": "select", "plan": "train"}
 TRAINING = ["train.steps=2", "train.val_every=1", "train.max_slice_loss=1"]
 
 
@@ -64,8 +66,8 @@ TRAINING = ["train.steps=2", "train.val_every=1", "train.max_slice_loss=1"]
 def told(tmp_path_factory, rivals):
     """{stage: (exit code, summary, what people see)}: the loop over traffic with these labels."""
     work = shutil.copytree(rivals, tmp_path_factory.mktemp("hostile") / FOLDER)
-    shutil.rmtree(work / "traffic")  # it has the same samples with other labels
-    shutil.rmtree(work / "rejects")
+    for name in ("traffic", "logs", "rejects", "selection"):  # the same samples, other labels
+        shutil.rmtree(work / name, ignore_errors=True)
     log = work / "capture" / "log.jsonl"
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert len(records) == len(LABELS)
@@ -76,6 +78,8 @@ def told(tmp_path_factory, rivals):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "CHECKS", [resources.room, resources.port])
         for stage, more in STAGES.items():
+            if stage == "again":  # an earlier selection would keep its samples on their sides
+                shutil.rmtree(work / "selection")
             out, err = io.StringIO(), io.StringIO()
             settings = [f"work={work}", *RIVAL_SETTINGS, *TRAINING, "promote.min_tau=1", *more]
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -3,10 +3,17 @@
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 
+import pyarrow as pa
 import pytest
 import torch
 
@@ -15,11 +22,15 @@ from dflash.identity import legacy_target_id
 from jobs import promote, rollback
 from jobs.base import cli
 from jobs.base.config import load
+from jobs.promotion import champion_moves
+from jobs.promotion.champion_moves import promoting
 from jobs.proof import kept_results
 from jobs.registry import versions
-from jobs.registry.alias_lock import lease
 from jobs.registry.versions import Registry
 from store import promotions
+from store.lease import Lost, lease, take
+from store.place import write_json
+from store.schemas import PROMOTIONS
 from tests.helpers.promotion import (
     SHAPE,
     actions,
@@ -54,11 +65,11 @@ def test_first_champion_second_champion_and_rollback(cfg):
     assert aliases(cfg) == {"champion": "1", "previous": "2"}
     assert drafter_sha256(opened(cfg, "2")[1]) == drafter_sha256(second)
     assert actions(cfg) == [("promote", None, "1"), ("promote", "1", "2"), ("rollback", "2", "1")]
-    record = promotions.read(cfg.path("promotions"))[1]
+    record = promotions.read(cfg.table("promotions"))[1]
     assert record["evidence"]["baseline"]["drafter_sha256"] == drafter_sha256(first)
     assert "@" in record["who"]
-    assert record["decided_at"].endswith("+00:00")
-    assert promotions.read_table(cfg.path("promotions")).num_rows == 3
+    assert record["decided_at"].utcoffset() == timedelta(0)
+    assert [r["number"] for r in promotions.read(cfg.table("promotions"))] == [1, 2, 3]
 
 
 def test_a_version_that_was_rolled_back_is_not_promoted_again(cfg):
@@ -177,7 +188,7 @@ def test_config_edited_after_the_evaluation(cfg, capsys):
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
     assert cli.main(["promote", str(folder), f"work={cfg.work}"]) == 2
-    assert f"has changed since {cfg.path('evaluations', 'one.json')}" in capsys.readouterr().err
+    assert f"has changed since {cfg.place('evaluations', 'one.json')}" in capsys.readouterr().err
     evaluate(cfg, folder)
     assert promote.run(cfg)["version"] == "1"
     edited = opened(cfg, "champion")[1] / "config.json"
@@ -240,7 +251,7 @@ def test_a_leaking_held_out_set_decides_nothing(cfg):
     assert reason.startswith("2 of 100 held-out samples share their text with training samples")
     evaluate(cfg, folder, leaking={"leaking": 1, "samples": 100})
     assert promote.run(cfg)["decision"] == "promoted"
-    record = promotions.read(cfg.path("promotions"))[-1]
+    record = promotions.read(cfg.table("promotions"))[-1]
     assert record["evidence"]["leaking"] == {"leaking": 1, "samples": 100}
 
 
@@ -268,25 +279,138 @@ def test_interrupted_before_the_record_is_completed_by_the_next_run(cfg, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(promotions, "append", killed)
+        patch.setattr(promotions.Decisions, "append", killed)
         with pytest.raises(KeyboardInterrupt):
             promote.run(cfg)
     assert aliases(cfg) == {"champion": "1", "challenger": "1"}
     assert promote.run(cfg)["decision"] == "unchanged"
     assert aliases(cfg) == {"champion": "1"}
     assert actions(cfg) == [("promote", None, "1")]
-    assert "interrupted" in promotions.read(cfg.path("promotions"))[0]["reason"]
+    assert "interrupted" in promotions.read(cfg.table("promotions"))[0]["reason"]
 
 
-def test_lease_names_its_holder(cfg):
+def test_a_promotion_that_waits_names_the_holder(cfg, monkeypatch):
+    monkeypatch.setattr(champion_moves, "lease", partial(lease, wait=0.1))
     with (
-        lease(cfg),
-        pytest.raises(ValueError, match=r"another promotion is running \(.*@.*\)?.*\.lease"),
-        lease(cfg, seconds=0.1),
+        promoting(cfg),
+        pytest.raises(ValueError, match=r"another promotion is running: .* is held by .*@"),
+        promoting(cfg),
     ):
         pass
-    with lease(cfg, seconds=0.1):
+    with promoting(cfg):
         pass
+
+
+def expired(monkeypatch, seconds=0.3):
+    """Holders of leases that nothing extends, as if their processes were suspended."""
+
+    @contextmanager
+    def unkept(place):
+        held = take(place, wait=5.0, seconds=seconds)
+        yield held
+        held.release()
+
+    monkeypatch.setattr(champion_moves, "lease", unkept)
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_a_holder_whose_lease_has_ended_changes_nothing(cfg, monkeypatch, taken_over):
+    first, _ = promoted(cfg, "one", 1)
+    before, known = aliases(cfg), actions(cfg)
+    found = {name: Registry(cfg).current(name) for name in before}
+    expired(monkeypatch)
+    with promoting(cfg) as moves:
+        time.sleep(0.4)
+        if taken_over:
+            with promoting(cfg) as later:
+                later.record("refuse", None, None, "c" * 64, "later", None)
+            known = actions(cfg)
+        version = found["champion"]
+        assert version is not None
+        calls = [
+            lambda: moves.move("rollback", version, version, "late", None),
+            lambda: moves.record("refuse", None, None, "d" * 64, "late", None),
+            lambda: moves.registry.set_alias("champion", version),
+            lambda: moves.registry.drop_alias("champion", version),
+            lambda: moves.registry.mark_bad(version, "late"),
+            lambda: moves.registry.register(make_drafter(cfg, "two", 2), tags_of(first)),
+        ]
+        for call in calls:
+            with pytest.raises(Lost, match="run the same command again"):
+                call()
+    assert (aliases(cfg), actions(cfg)) == (before, known)
+    assert Registry(cfg).get("2") is None
+    assert not version.bad
+
+
+def tags_of(folder):
+    return {versions.SHA256: "e" * 64, versions.FIELDS: "{}", "drafter.name": folder.name}
+
+
+def test_a_record_that_was_late_by_a_hair_is_fenced(work_url, monkeypatch):
+    """Suspended after its last look at the lease, right before the commit."""
+    cfg = load(None, [f"work={work_url}"])
+    table, place = cfg.table("promotions"), cfg.place("leases", "promotion")
+    early = promotions.Decisions(table, take(place, seconds=0.2))
+    time.sleep(0.3)
+    monkeypatch.setattr(early.held, "check", lambda: None)
+    later = promotions.Decisions(table, take(place))
+    with pytest.raises(Lost, match="a later holder has begun"):
+        early.append({"action": "promote", "to_version": "1"})
+    assert later.append({"action": "refuse"})["number"] == 1
+    assert later.append({"action": "promote"})["lease"] == later.held.number == 2
+    promotions.append(table, {"action": "refuse"})  # a migration, say: no lease, no harm
+    assert later.append({"action": "promote"})["number"] == 4
+    assert [r["lease"] for r in promotions.read(table)] == [2, 2, None, 2]
+
+
+def test_twenty_racing_decisions_get_twenty_numbers(work_url):
+    table = load(None, [f"work={work_url}"]).table("promotions")
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(lambda i: promotions.append(table, {"action": f"a{i}"}), range(20)))
+    rows = promotions.read(table)
+    assert [row["number"] for row in rows] == list(range(1, 21))
+    assert {row["action"] for row in rows} == {f"a{i}" for i in range(20)}
+
+
+SUSPENDED = """
+import sys
+from jobs import promote
+from jobs.base.config import load
+from jobs.promotion import champion_moves
+from functools import partial
+from store.lease import lease
+champion_moves.lease = partial(lease, seconds=1.0)
+decide = promote._decide
+def wait(*args):
+    print("held", flush=True)
+    sys.stdin.readline()
+    return decide(*args)
+promote._decide = wait
+print(promote.run(load(None, sys.argv[1:]))["decision"])
+"""
+
+
+@pytest.mark.slow
+def test_a_promotion_that_was_suspended_finds_its_lease_gone(cfg, monkeypatch):
+    folder, other = make_drafter(cfg, "one", 1), make_drafter(cfg, "two", 2)
+    for one in (folder, other):
+        evaluate(cfg, one)
+    command = [sys.executable, "-c", SUSPENDED, f"work={cfg.work}", f"promote.drafter={folder}"]
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        process.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(champion_moves, "lease", partial(lease, wait=30.0))
+        summary = promote.run(cfg.override("promote", drafter=str(other)))
+        process.send_signal(signal.SIGCONT)
+        _, error = process.communicate(b"\n", timeout=60)
+    assert summary["decision"] == "promoted"
+    assert process.returncode == 1
+    assert b"Lost: " in error
+    assert aliases(cfg) == {"champion": "1"}
+    assert actions(cfg) == [("promote", None, "1")]
 
 
 @pytest.mark.slow
@@ -295,8 +419,8 @@ def test_two_racing_promoters_and_a_killed_one(cfg):
     A third process that dies while it holds the lease blocks nobody."""
     hold = (
         "import sys, time; from jobs.base.config import load\n"
-        "from jobs.registry.alias_lock import lease\n"
-        "with lease(load(None, sys.argv[1:])): print('held', flush=True); time.sleep(60)"
+        "from jobs.promotion.champion_moves import promoting\n"
+        "with promoting(load(None, sys.argv[1:])): print('held', flush=True); time.sleep(60)"
     )
     work = f"work={cfg.work}"
     command = [sys.executable, "-c", hold, work]
@@ -332,11 +456,10 @@ def test_a_drafter_without_a_passed_preflight_is_refused_if_that_is_asked_for(cf
     folder, summary = promoted(cfg, "one", 1)
     assert summary["decision"] == "refused"
     assert f"`flywheel preflight {folder}`" in summary["reasons"][0]
-    path = kept_results.preflight_path(cfg, folder)
-    path.parent.mkdir()
-    path.write_text(json.dumps({"ok": False}))
+    kept = kept_results.preflight_result(cfg, folder)
+    write_json(*kept, {"ok": False})
     assert promote.run(cfg)["decision"] == "refused"
-    path.write_text(json.dumps({"ok": True}))
+    write_json(*kept, {"ok": True})
     assert promote.run(cfg.override("serve", k=[2]))["decision"] == "refused", "another K"
     assert promote.run(cfg.override("serve", port=1))["decision"] == "promoted"
 
@@ -364,8 +487,12 @@ def test_an_old_version_that_nothing_was_compared_with_is_named_with_what_to_do(
     first, _ = promoted(cfg, "one", 1)
     second, _ = promoted(cfg, "two", 2, against=first)
     formerly(cfg, "1")
-    for path in cfg.path("promotions").glob("*.json"):
-        path.write_text(path.read_text().replace('"target_id"', '"unknown"'))
+    table = cfg.table("promotions")
+    rows = table.read().to_pylist()
+    for row in rows:
+        row["evidence"] = row["evidence"].replace('"target_id"', '"unknown"')
+    other = table.write(pa.Table.from_pylist(rows, schema=PROMOTIONS))
+    table.change(lambda live: ([other], list(live)))
     said = (
         r"version 1: it carries \w+, a former id.*`flywheel evaluate .*`, then `flywheel promote "
     )

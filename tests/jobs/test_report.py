@@ -6,11 +6,10 @@ from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from mlflow.tracking import MlflowClient
 
-from dflash.acceptance import num_rounds, positions, tau, tau_macro
+from dflash.acceptance import num_rounds, positions, tau, tau_macro, tau_weighted
 from jobs.base.config import load
 from jobs.evaluation.intervals import Resamples
 from jobs.evaluation.summaries import by_k, describe, gain
@@ -19,11 +18,12 @@ from jobs.reporting.facts import Facts
 from jobs.reporting.page import interval, publish, render
 from jobs.tracking.mlflow_runs import experiment_id
 from store import promotions
-from store.schemas import ACCEPTANCE, SET_ASIDE
+from store.schemas import SET_ASIDE
 from store.set_aside import write_set_aside
-from store.shards import write_manifest, write_shard
+from tests.helpers.tables import add_rows
 
 OURS, THEIRS = "a" * 64, "b" * 64
+REPEATS = [1 + 4 * (i % 3 == 0) for i in range(24)]
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 SERVED_K = 4
 
@@ -72,7 +72,7 @@ def walks(seed, k, chance):
     return [[accept() for _ in range(12)] for _ in range(24)]
 
 
-def publish_rows(cfg, key, accepted, version, k, origin="replay"):
+def publish_rows(cfg, accepted, version, k, origin="replay"):
     rows = [
         {
             "request_id": f"{origin}-{i}",
@@ -92,12 +92,11 @@ def publish_rows(cfg, key, accepted, version, k, origin="replay"):
             "started_at": NOW,
             "finished_at": NOW,
             "replica": "",
+            "repeat_count": REPEATS[i],
         }
         for i, request in enumerate(accepted)
     ]
-    folder = cfg.path("acceptance")
-    table = pa.Table.from_pylist(rows, schema=ACCEPTANCE)
-    write_manifest(folder, key, [write_shard(folder / f"{key}.parquet", table)], {})
+    add_rows(cfg, "acceptance", rows)
 
 
 @pytest.fixture
@@ -111,9 +110,9 @@ def measured(cfg):
     ours = {k: walks(1, k, 0.7) for k in range(1, 8)}
     theirs, served = walks(3, 7, 0.5), walks(2, SERVED_K, 0.7)
     for k, accepted in ours.items():
-        publish_rows(cfg, f"ours-{k}", accepted, OURS, k)
-    publish_rows(cfg, "theirs", theirs, THEIRS, 7)
-    publish_rows(cfg, "served", served, OURS, SERVED_K, "served")
+        publish_rows(cfg, accepted, OURS, k)
+    publish_rows(cfg, theirs, THEIRS, 7)
+    publish_rows(cfg, served, OURS, SERVED_K, "served")
     save(cfg, "evaluations", evaluation(ours, theirs))
     save(cfg, "verified", VERIFIED)
     return {"replay": ours, "served": served, "theirs": theirs}
@@ -129,6 +128,7 @@ def evaluation(ours, theirs):
             "shaped": "",
             "temperature": 0.0,
             "prompt_ids": [1] * (20 if i % 3 else 200),
+            "repeat_count": REPEATS[i],
         }
         for i in range(24)
     ]
@@ -194,6 +194,7 @@ def cells(page, table):
 def headline(accepted, k, origin, name="sql-run-1"):
     ci = Resamples([f"c{i // 2}" for i in range(24)], 1000).tau(accepted, k).interval
     return [name, origin, str(k), f"{tau(accepted):.3f}", interval(ci)] + [
+        f"{tau_weighted(accepted, REPEATS):.3f}",
         f"{tau_macro(accepted):.3f}",
         str(num_rounds(accepted)),
         "24",
@@ -223,7 +224,7 @@ def test_pictures_show_replay_and_served_at_the_same_k(cfg, measured):
 
 def test_champion_and_challenger_are_compared_by_slice(cfg, measured):
     decision = {"action": "promote", "model": "drafter", "to_drafter": THEIRS[:12]}
-    promotions.append(cfg.path("promotions"), decision)
+    promotions.append(cfg.table("promotions"), decision)
     page = read(cfg)
     assert "sql-run-0 (champion)" in [row[0] for row in cells(page, "headline")]
     ours, theirs = measured["replay"][7], measured["theirs"]
@@ -343,9 +344,9 @@ def test_samples_set_aside_are_counted_once_and_by_reason(cfg, measured):
     row = dict.fromkeys(SET_ASIDE.names) | {"target_id": "t1", "reason": "other_text"}
     for key in ("taps-a", "taps-b"):  # the same sample, under two choices of layers
         rows = [row | {"sample_id": name, "features_key": key} for name in ("s1", "s2")]
-        write_set_aside(cfg.path("set_aside"), key, rows)
+        write_set_aside(cfg.table("set_aside"), key, rows)
     other = row | {"sample_id": "s3", "target_id": "t2", "features_key": "taps-a"}
-    write_set_aside(cfg.path("set_aside"), "taps-a", [other])
+    write_set_aside(cfg.table("set_aside"), "taps-a", [other])
     text = cells(read(cfg), "coverage")[2][1]
     assert "2 samples were set aside by harvest, mostly other_text: 2" in text
 

@@ -7,7 +7,7 @@ import torch
 
 from dflash.decode import decode
 from dflash.target_model import load_target
-from jobs import ingest, methods
+from jobs import ingest, methods, select
 from jobs.base.config import load
 from jobs.proof import method_runs
 from serving.vllm_counts import rounds
@@ -47,6 +47,7 @@ def cfg(tmp_path_factory, ray_cluster, tiny_target, learned_drafter):
     ]
     found = load(None, settings)
     ingest.run(found)
+    select.run(found)
     return found
 
 

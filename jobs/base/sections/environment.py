@@ -11,7 +11,7 @@ class Target:
     """The served model: a Hugging Face folder."""
 
     path: str = setting(
-        "", "folder of the target; empty: <work>/target, made by `flywheel target`", path=True
+        "", "folder of the target; empty: target/ in scratch, made by `flywheel target`", local=True
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "compute dtype; auto: bfloat16 where the hardware multiplies it, else float32"

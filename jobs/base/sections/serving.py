@@ -21,7 +21,7 @@ class Serve:
     max_num_seqs: int = setting(16, "requests in one batch", minimum=1)
     kv_cache_gib: int = setting(2, "KV cache on a CPU, GiB", minimum=1)
     eager: bool = setting(True, "skip torch.compile: starts minutes earlier on a CPU")
-    capture: str = setting("", "folder for captured traffic; empty: off", path=True)
+    capture: str = setting("", "folder for captured traffic; empty: off", local=True)
     args: list[str] = setting([], "further arguments for vLLM's server, as they are")
 
     def __post_init__(self) -> None:
@@ -64,10 +64,10 @@ class Methods:
     ngram_min: int = setting(2, "shortest n-gram looked up in prompt and answer", minimum=1)
     ngram_max: int = setting(4, "longest n-gram looked up", minimum=1)
     draft_model: str = setting(
-        "", "folder of a smaller model with the target's vocabulary; empty: none", path=True
+        "", "folder of a smaller model with the target's vocabulary; empty: none", local=True
     )
-    eagle3: str = setting("", "folder of an EAGLE-3 head for the target; empty: none", path=True)
-    mtp: str = setting("", "folder of MTP heads; empty: the target's own, if any", path=True)
+    eagle3: str = setting("", "folder of an EAGLE-3 head for the target; empty: none", local=True)
+    mtp: str = setting("", "folder of MTP heads; empty: the target's own, if any", local=True)
     dflash: str = setting(
         "", "drafter folder; empty: the champion, else the newest below <work>/drafters", path=True
     )

@@ -132,6 +132,12 @@ class Train:
     cache_gib: float = setting(
         4.0, "features a worker keeps in memory; more are read again", minimum=0, execution=True
     )
+    readers: int = setting(
+        2,
+        "threads of a worker that read the features of the next step",
+        minimum=1,
+        execution=True,
+    )
     checkpoint_every: int = setting(
         500, "steps between resumable checkpoints", minimum=1, execution=True
     )
@@ -172,8 +178,8 @@ class Train:
 class Convert:
     """A drafter folder in another format: z-lab's, which everything here reads, or speculators'."""
 
-    source: str = setting("", "drafter folder in either format", path=True)
-    dest: str = setting("", "new folder", path=True)
+    source: str = setting("", "drafter folder in either format", local=True)
+    dest: str = setting("", "new folder", local=True)
     format: Literal["zlab", "speculators"] = setting("zlab", "format that is written")
     verifier: str = setting(
         "", "name of the target in a speculators config; empty: the path of target.path"

@@ -6,11 +6,13 @@ import types
 import pytest
 
 from jobs.base import cli
+from jobs.base.config import load
 
 
 @pytest.fixture
-def stage(monkeypatch):
+def stage(monkeypatch, tmp_path):
     """Replaces the train stage; returns the list of configs it was run with, and sets its work."""
+    monkeypatch.chdir(tmp_path)
     module = types.ModuleType("jobs.train")
     module.seen = []  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -196,3 +198,17 @@ def test_a_closed_stream_is_no_traceback(closed):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
     assert done.returncode == 0
+
+
+def test_each_run_is_a_row_of_stages_and_a_plan_is_none(stage, tmp_path):
+    cfg = load(None, [f"work={tmp_path / 'work'}"])
+    stage(lambda: {"stage": "train", "ok": False, "steps": 3})
+    sys.modules["jobs.train"].plan = lambda cfg: {"plan": 1}  # pyright: ignore[reportAttributeAccessIssue]
+    assert cli.main(["train", f"work={cfg.work}"]) == 1
+    assert cli.main(["train", f"work={cfg.work}", "--plan"]) == 0
+    stage(fail(ValueError("bad thing")))
+    assert cli.main(["train", f"work={cfg.work}"]) == 2
+    rows = cfg.table("stages").read(["stage", "ok", "summary"]).to_pylist()
+    assert {row["stage"] for row in rows} == {"train"}
+    found = {json.loads(row["summary"]).get("error", ""): row["ok"] for row in rows}
+    assert found == {"": False, "bad thing": False}

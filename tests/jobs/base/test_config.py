@@ -170,6 +170,19 @@ def test_paths_are_made_absolute_once(tmp_path, monkeypatch):
     assert cfg.mlflow_uri == f"sqlite:///{tmp_path}/here/mlflow.db"
 
 
+@pytest.mark.parametrize("name", ["target.path", "methods.eagle3", "serve.capture", "scratch"])
+def test_what_must_be_on_a_local_disk_is_no_url(name):
+    with pytest.raises(ValueError, match=rf"{name} = 's3://b/x': it must be .* on a local disk"):
+        load(None, [f"{name}=s3://b/x"])
+
+
+def test_what_may_be_in_a_bucket_keeps_its_url():
+    cfg = load(None, ["work=s3://b/x", "promote.drafter=s3://b/d", "methods.dflash=s3://b/d"])
+    assert (cfg.work, cfg.promote.drafter) == ("s3://b/x", "s3://b/d")
+    assert cfg.methods.dflash == "s3://b/d"
+    assert str(cfg.place("drafters")) == "s3://b/x/drafters"
+
+
 def test_a_config_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         load().train.steps = 5  # pyright: ignore[reportAttributeAccessIssue]

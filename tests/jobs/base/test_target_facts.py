@@ -2,7 +2,6 @@
 
 import json
 
-import pyarrow as pa
 import pytest
 
 from dflash.identity import legacy_target_id, target_id
@@ -11,8 +10,7 @@ from jobs.base.drafter_shape import mask_token
 from jobs.base.target_facts import end_tokens, target_taps
 from jobs.dataset.samples import none_of_target
 from jobs.ingestion.rules import make_rules
-from store.schemas import TRAFFIC
-from store.shards import write_manifest, write_shard
+from tests.helpers.tables import add_rows
 from tests.helpers.tiny import add_tokenizer, make_target
 
 
@@ -34,13 +32,10 @@ def test_a_target_that_is_not_there_is_named(tmp_path):
 
 def write_traffic(cfg, *identities):
     rows = [
-        dict.fromkeys(TRAFFIC.names)
-        | {"sample_id": f"s{i}", "target_id": name, "split": "train", "repeat_count": 1}
+        {"sample_id": f"s{i}", "target_id": name, "split": "train", "repeat_count": 1}
         for i, name in enumerate(identities)
     ]
-    folder = cfg.path("traffic")
-    table = pa.Table.from_pylist(rows, schema=TRAFFIC)
-    write_manifest(folder, "m", [write_shard(folder / "a.parquet", table)], {})
+    add_rows(cfg, "traffic", rows)
 
 
 def test_traffic_of_the_former_identity_asks_for_ingest_not_for_another_target(cfg):

@@ -5,7 +5,6 @@ import re
 import shutil
 from dataclasses import replace
 
-import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,12 +17,10 @@ from dflash.target_model import load_borrowed
 from dflash.vocabulary import set_vocabulary
 from jobs.base.config import load
 from jobs.base.drafter_shape import drafter_config
-from jobs.dataset.samples import features_folder
+from jobs.dataset.samples import features_place
 from jobs.proof.folder_checks import check_folder
-from store.features import features_row
 from store.ids import sample_id
-from store.schemas import TRAFFIC, features_schema
-from store.shards import write_manifest, write_shard
+from tests.helpers.tables import put_rows
 from tests.helpers.tiny import add_tokenizer, make_target
 
 SETTINGS = ["drafter.num_taps=2", "drafter.block_size=4", "drafter.mask_token_id=96"]
@@ -45,23 +42,18 @@ def healthy(tmp_path_factory):
 def write_traffic(cfg, outputs, identity=None):
     identity, rows = identity or target_id(cfg.target_path), []
     for i, output in enumerate(outputs):
-        row = dict.fromkeys(TRAFFIC.names)
-        row |= {"sample_id": sample_id(identity, [1, 2], output), "conversation_id": f"c{i}"}
-        row |= {"target_id": identity, "split": "train", "prompt_ids": [1, 2], "repeat_count": 1}
-        rows.append(row | {"output_ids": output, "temperature": 0.0})
-    folder = cfg.path("traffic")
-    shutil.rmtree(folder, ignore_errors=True)
-    table = pa.Table.from_pylist(rows, schema=TRAFFIC)
-    write_manifest(folder, "m", [write_shard(folder / "a.parquet", table)], {})
+        row = {"sample_id": sample_id(identity, [1, 2], output), "conversation_id": f"c{i}"}
+        row |= {"target_id": identity, "split": "train", "repeat_count": 1, "temperature": 0.0}
+        rows.append(row)
+    put_rows(cfg, "selection", rows)
+    tokens = [{"prompt_ids": [1, 2], "output_ids": output} for output in outputs]
+    put_rows(cfg, "traffic", [row | ids for row, ids in zip(rows, tokens, strict=True)])
 
 
 def write_features(cfg, taps):
-    """Publish features for these layers under the target's id."""
-    identity = target_id(cfg.target_path)
-    folder, schema = features_folder(cfg, identity, taps), features_schema(identity, list(taps), 32)
-    row = features_row("s", [1], torch.zeros(1, 32 * len(taps)).bfloat16())
-    table = pa.Table.from_pylist([row], schema=schema)
-    write_manifest(folder, "m", [write_shard(folder / "a.parquet", table)], {})
+    """List features of these layers under the target's id."""
+    place = features_place(cfg, taps)
+    put_rows(cfg, "feature_index", [{"features_key": place.name, "sample_id": "s"}])
 
 
 def write_evaluation(cfg, folder, identity):
@@ -217,7 +209,7 @@ def test_a_drafter_of_other_layers_passes_where_their_features_are(work):
     rows = look(work, "drafter.taps=[2,3]")
     assert rows["fail"] == []
     cfg = load(None, [f"work={work}", *SETTINGS, "serve.max_model_len=200"])
-    shutil.rmtree(cfg.path("features"))
+    cfg.place("feature_index").delete_all()
     [check] = [c for c in check_folder(cfg, work / "drafters" / "d") if c.status == "fail"]
     assert check.name == "taps"
     taps = ",".join(map(str, read_config(work / "drafters" / "d").target_layer_ids))

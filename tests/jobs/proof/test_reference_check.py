@@ -2,6 +2,7 @@
 
 import operator
 import shutil
+from datetime import UTC, datetime
 
 import pytest
 import torch
@@ -19,9 +20,7 @@ from jobs.proof import reference_check
 from jobs.proof.reference_check import check_reference
 from serving.client import Completion
 from serving.vllm_counts import served_row
-from store.ids import drafter_version
-from store.schemas import ACCEPTANCE
-from store.shards import read_dataset
+from store.ids import drafter_version, short_hash
 from tests.helpers.work import RIVAL_SETTINGS
 
 K = 4
@@ -102,7 +101,7 @@ def answer(row, walk):
 
 
 def test_every_question_gives_the_same_for_each_origin(cfg):
-    rows = read_dataset(cfg.path("acceptance"), ACCEPTANCE).to_pylist()
+    rows = cfg.table("acceptance").read().to_pylist()
     assert {r["origin"] for r in rows} == {"replay", "decode", "served"}
     for question in ("tau_by_domain_and_version", "acceptance_by_position", "where_rounds_end"):
         found = queries.ask(cfg, queries.find_question(question).read_text(), question).to_pylist()
@@ -114,7 +113,7 @@ def test_every_question_gives_the_same_for_each_origin(cfg):
 
 
 def test_rounds_end_where_the_definition_says(cfg):
-    rows = read_dataset(cfg.path("acceptance"), ACCEPTANCE).to_pylist()
+    rows = cfg.table("acceptance").read().to_pylist()
     walks = [r["accepted"] for r in rows if r["origin"] == "decode"]
     query = queries.find_question("where_rounds_end").read_text()
     found = [r for r in queries.ask(cfg, query).to_pylist() if r["origin"] == "decode"]
@@ -130,12 +129,20 @@ def test_rounds_end_where_the_definition_says(cfg):
     assert tau(walks) == pytest.approx(1 + sum(positions(walks, K)))
 
 
-def test_rows_replace_older_ones_also_on_the_way_back(tmp_path, cfg):
-    rows = read_dataset(cfg.path("acceptance"), ACCEPTANCE).to_pylist()[:4]
-    other, inputs = load(None, [f"work={tmp_path}"]), {"origin": "replay"}
+def test_rows_replace_older_ones_also_on_the_way_back(work_url, cfg):
+    rows = cfg.table("acceptance").read().to_pylist()[:4]
+    other, inputs = load(None, [f"work={work_url}"]), {"origin": "replay"}
     changed = [row | {"accepted": [0] * len(row["accepted"])} for row in rows]
-    for found in (rows, changed, rows[:2], rows, rows):
+    moved = [row | {"domain": "moved"} for row in rows]
+    table, key = other.table("acceptance"), operator.itemgetter("request_id", "k", "origin")
+    acceptance_rows.commit_rows(other, rows[:1], {"origin": "of others"})
+    for found in (rows, changed, rows[:2], moved, rows):
         acceptance_rows.commit_rows(other, found, inputs)
-        live = read_dataset(other.path("acceptance"), ACCEPTANCE).to_pylist()
-        key = operator.itemgetter("request_id", "k", "origin")
-        assert sorted(live, key=key) == sorted(found, key=key)
+        live = [row for row in table.read().to_pylist() if row["batch"] == short_hash(inputs)]
+        plain = [row | {"batch": short_hash(inputs)} for row in found]
+        assert sorted(live, key=key) == sorted(plain, key=key)
+    version = table.version()
+    later = [row | {"started_at": datetime.now(UTC)} for row in rows]
+    acceptance_rows.commit_rows(other, later, inputs)
+    assert table.version() == version, "the same walks at another time are no new data"
+    assert table.read().num_rows == 5

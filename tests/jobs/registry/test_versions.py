@@ -23,11 +23,11 @@ from jobs.evaluation import drafters
 from jobs.fleet import replica
 from jobs.promotion.candidate import read_candidate
 from jobs.registry import versions
-from jobs.registry.alias_lock import who
 from jobs.registry.versions import FIELDS, OLD_SHA256, SHA256, Registry
 from jobs.tracking import mlflow_client
 from jobs.tracking.mlflow_client import MlflowFault
 from jobs.tracking.mlflow_runs import Tracker, attach, metric_name
+from store.lease import who
 from tests.helpers import promotion
 from tests.helpers.promotion import aliases, make_drafter, make_target, opened, promoted
 from tests.helpers.work import RIVAL_SETTINGS
@@ -129,6 +129,34 @@ def test_promotion_through_a_server(remote):
     source = Registry(remote).client.get_model_version(remote.mlflow.model, "3").source
     assert str(source).startswith("mlflow-artifacts:/")
     assert drafter_sha256(opened(remote, "champion")[1]) == drafter_sha256(third)
+
+
+@pytest.mark.slow
+def test_of_two_hosts_that_share_no_file_one_promotes(tmp_path, server, bucket):
+    """Both drafters were evaluated when there was no champion. Work is a bucket, the registry a
+    server, and each host has its own scratch folder.
+    """
+    words = [f"work={bucket}", f"mlflow.uri={server}", f"mlflow.model={tmp_path.name}"]
+    commands = []
+    for seed, name in enumerate(["one", "two"]):
+        cfg = load(None, [*words, f"scratch={tmp_path / name}"])
+        make_target(cfg)
+        folder = make_drafter(cfg, name, seed)
+        promotion.evaluate(cfg, folder)
+        shutil.rmtree(folder)
+        named = f"{bucket}/drafters/{name}"
+        commands.append([sys.executable, "-m", "jobs.promote", named, *words])
+        commands[-1].append(f"scratch={cfg.scratch}")
+    racers = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for c in commands]
+    outputs = [racer.communicate(timeout=250) for racer in racers]
+    assert sorted(r.returncode for r in racers) == [0, 1], outputs
+    found = {json.loads(out.splitlines()[-1])["decision"] for out, _ in outputs}
+    assert found == {"promoted", "refused"}
+    assert [action for action, _, _ in promotion.actions(cfg)] == ["promote", "refuse"]
+    stages = cfg.table("stages").read(["stage", "ok"]).to_pylist()
+    assert sorted(row["ok"] for row in stages) == [False, True]
+    [champion] = {number for _, _, number in promotion.actions(cfg)[:1]}
+    assert aliases(cfg)["champion"] == champion
 
 
 def test_the_download_is_verified_each_time_and_fetched_anew_if_it_changed(remote, kept):
