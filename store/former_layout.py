@@ -7,6 +7,7 @@ A manifest may replace older ones. In force are those that nothing replaces; sha
 them lists are not read. Only `flywheel migrate` uses this module.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.files import read_json
-from store.place import first_line
+from store.place import first_line, parse_json
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def manifests_in_force(folder: Path) -> list[Manifest]:
     Raises ValueError for a damaged one.
     """
     needed = ["key", "files", "inputs", "replaces"]
-    found = [(path, read_json(path, needed, "restore it from a backup")) for path in _paths(folder)]
+    found = [(path, read_record(path, needed)) for path in _paths(folder)]
     replaced = {key for _, value in found for key in value["replaces"]}
     return [
         Manifest(
@@ -58,6 +58,11 @@ def manifests_in_force(folder: Path) -> list[Manifest]:
         for path, value in found
         if value["key"] not in replaced
     ]
+
+
+def read_record(path: Path, keys: Collection[str]) -> dict[str, Any]:
+    """A JSON file of the former layout with these keys. Raises ValueError if it is damaged."""
+    return parse_json(path.read_bytes(), str(path), keys, "restore it from a backup")
 
 
 def _paths(folder: Path) -> list[Path]:

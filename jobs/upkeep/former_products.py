@@ -16,8 +16,13 @@ import pyarrow.parquet as pq
 from jobs.base.config import Config
 from jobs.training.runs import PINNED, VERSIONS
 from jobs.upkeep.pins import FORMER
-from store.files import read_json
-from store.former_layout import Manifest, files_in_force, manifests_in_force, read_former
+from store.former_layout import (
+    Manifest,
+    files_in_force,
+    manifests_in_force,
+    read_former,
+    read_record,
+)
 from store.ids import prompt_id, short_hash
 from store.schemas import (
     ACCEPTANCE,
@@ -31,7 +36,6 @@ from store.schemas import (
 )
 from store.tables import Shard
 
-BACKUP = "restore it from a backup"
 Completed = Callable[[pa.Table, Manifest], pa.Table]
 
 
@@ -133,7 +137,7 @@ def move_promotions(cfg: Config) -> int:
     """Copy the numbered decisions of promotions/."""
     rows = []
     for path in sorted(cfg.place("promotions").path.glob("[0-9]*.json")):
-        record = read_json(path, ["number", "decided_at", "action"], BACKUP)
+        record = read_record(path, ["number", "decided_at", "action"])
         record["decided_at"] = datetime.fromisoformat(record["decided_at"])
         rows.append(record | {"evidence": json.dumps(record.get("evidence"))})
     if rows:
@@ -181,7 +185,7 @@ def move_pins(cfg: Config) -> int:
     """
     paths = sorted(cfg.place("runs").path.glob("*/pin-*.json"))
     for path in paths:
-        pin = read_json(path, ["train", "val"], BACKUP)
+        pin = read_record(path, ["train", "val"])
         rows = [_pinned(row, split) for split in ("train", "val") for row in pin[split]]
         schema = pa.schema([SELECTION.field(name) for name in PINNED])
         table = pa.Table.from_pylist(rows, schema=schema).sort_by("sample_id")
