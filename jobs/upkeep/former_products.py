@@ -34,7 +34,7 @@ from store.schemas import (
     SET_ASIDE,
     TRAFFIC,
 )
-from store.tables import Shard
+from store.table_shards import Shard
 
 Completed = Callable[[pa.Table, Manifest], pa.Table]
 
