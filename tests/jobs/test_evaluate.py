@@ -84,10 +84,13 @@ def test_samples_that_traffic_has_often_count_as_often(work, tmp_path):
             tau([r["accepted"] for r in mine for _ in range(r["repeat_count"])])
         )
     [total] = [
-        r for r in queries.ask(cfg, BY_DOMAIN).to_pylist() if r["domain"] == "(all)" and r["k"] == 4
-        and r["temperature"] == 0
+        r
+        for r in queries.ask(cfg, BY_DOMAIN).to_pylist()
+        if r["domain"] == "(all)" and r["k"] == 4 and r["temperature"] == 0
     ]
-    greedy = [r["accepted"] for r in walked if not r["temperature"] for _ in range(r["repeat_count"])]
+    greedy = [
+        r["accepted"] for r in walked if not r["temperature"] for _ in range(r["repeat_count"])
+    ]
     assert total["tau_weighted"] == pytest.approx(tau(greedy))
 
 
