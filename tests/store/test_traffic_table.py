@@ -7,12 +7,12 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import pyarrow as pa
 import pytest
-from store.shards import write_manifest, write_shard
 
 from store.groups import beginnings
 from store.ids import prompt_conversation, sample_id, split_of
 from store.leakage import leaking
 from store.schemas import TRAFFIC
+from store.shards import write_manifest, write_shard
 from store.traffic_table import read_traffic, regroup
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

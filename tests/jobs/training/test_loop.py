@@ -13,7 +13,6 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
-from store.shards import read_dataset, read_manifests
 
 from dflash.acceptance import tau
 from dflash.checkpoint import convert_folder, save_drafter
@@ -29,6 +28,7 @@ from jobs.training.feed import LazySamples, feature_cache, training_set
 from jobs.training.runs import live_pin
 from jobs.training.states import has_ended, has_result, is_unfinished, states_folder
 from store.schemas import ACCEPTANCE, FEATURES
+from store.shards import read_dataset, read_manifests
 from tests.helpers.work import SETTINGS, configure, make_base
 
 

@@ -10,7 +10,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from store.shards import write_shard
 
 from dflash.decode import decode
 from dflash.identity import target_id
@@ -25,6 +24,7 @@ from jobs.training.states import RESULT, newest_state, states_folder
 from store.features import FeatureCache
 from store.files import exclusive
 from store.labels import clean
+from store.shards import write_shard
 from tests.helpers.work import configure, record
 
 pytestmark = pytest.mark.timeout(600)
