@@ -22,7 +22,7 @@ def frequent_tokens(answers: Iterable[Tensor], size: int, vocab_size: int) -> Te
     """
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for ids in answers:
-        counts += ids.bincount(minlength=vocab_size)
+        counts.scatter_add_(0, ids, torch.ones_like(ids))
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 

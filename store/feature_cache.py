@@ -1,8 +1,8 @@
 """Reading the feature cache by sample: features, or log-probabilities without features."""
 
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import groupby
@@ -48,15 +48,14 @@ class FeatureCache:
         target_id: str,
         target_layer_ids: list[int],
         hidden_size: int,
-        digests: Mapping[str, bytes],
+        digests: pa.Array | None,
         budget: float,
         max_length: int = 0,
         readers: int = 2,
     ):
         """Reads nothing. place: features/<cache key>. index: from `store.feature_index.index_of`.
-        digests: sample id -> `ids_digest` of the token ids that its features must have been made
-        from; of samples that it lacks this is not checked. max_length: tokens kept of each sample
-        (0: all).
+        digests: for each row of the index, `ids_digest` of the token ids that its features must
+        have been made from; None: of any. max_length: tokens kept of each sample (0: all).
         """
         self.place, self.digests = place, digests
         self.schema = features_schema(target_id, target_layer_ids, hidden_size)
@@ -67,6 +66,7 @@ class FeatureCache:
         self.groups = index["row_group"].combine_chunks()
         self.kept: OrderedDict[Where, dict[str, torch.Tensor]] = OrderedDict()
         self.coming: dict[Where, Future[dict[str, torch.Tensor]]] = {}
+        self.due: Counter[Where] = Counter()
         self.pool = ThreadPoolExecutor(readers, thread_name_prefix="features")
         self.footer = lru_cache(KEPT_FOOTERS)(self._footer)
 
@@ -76,40 +76,51 @@ class FeatureCache:
         Raises ValueError for a sample that has no features or damaged ones, features of other token
         ids, and a shard of another cache; OSError if the store does not answer.
         """
-        where = self._where(sample_id)
-        check_all_harvested([sample_id] if where else (), [sample_id])
-        assert where
+        row = self._row(sample_id)
+        check_all_harvested(() if row is None else [sample_id], [sample_id])
+        assert row is not None
+        where = self._where(row)
         with marking(self.place):
             if where not in self.kept:
                 coming = self.coming.pop(where, None) or self.pool.submit(self._read, where)
-                self._keep(where, coming.result())
+                self.kept[where] = coming.result()
+                self.size += _bytes(self.kept[where])
             self.kept.move_to_end(where)
-            if sample_id not in self.kept[where]:
+            group = self.kept[where]
+            if sample_id not in group:
                 fault = "they are not where they are listed"
                 raise row_damaged(self.place, where[0], sample_id, fault)
-        return self.kept[where][sample_id]
+        if self.due[where]:
+            self.due[where] -= 1
+        self._shrink(where)
+        return group[sample_id]
 
     def prefetch(self, sample_ids: Iterable[str]) -> None:
-        """Begin to read these samples, in this order; ask for each of them afterwards. What was
-        read and not yet asked for comes on top of the budget.
+        """Begin to read these samples, in this order; ask for each of them afterwards, as often as
+        it is named. Until then its row group stays in memory, on top of the budget.
         """
-        for where in dict.fromkeys(map(self._where, sample_ids)):
-            if where and where not in self.kept and where not in self.coming:
-                self.coming[where] = self.pool.submit(self._read, where)
+        for row in map(self._row, sample_ids):
+            if row is not None:
+                where = self._where(row)
+                self.due[where] += 1
+                if where not in self.kept and where not in self.coming:
+                    self.coming[where] = self.pool.submit(self._read, where)
 
-    def _where(self, sample_id: str) -> Where | None:
+    def _row(self, sample_id: str) -> int | None:
         i = bisect_left(self.names, sample_id, key=_text)  # pyright: ignore[reportArgumentType]
-        if i == len(self.names) or _text(self.names[i]) != sample_id:
-            return None
-        return self.files[i].as_py(), self.groups[i].as_py()
+        return i if i < len(self.names) and _text(self.names[i]) == sample_id else None
+
+    def _where(self, row: int) -> Where:
+        return self.files[row].as_py(), self.groups[row].as_py()
 
     def _read(self, where: Where) -> "dict[str, torch.Tensor]":
         name, group = where
         rows = read_group(self.place, name, self.footer(name), group, COLUMNS)
         found = {}
         for i, sample in enumerate(rows["sample_id"].to_pylist()):
-            if self._where(sample) == where:  # others may be damaged, or not wanted
-                made_from = self.digests.get(sample)
+            row = self._row(sample)
+            if row is not None and self._where(row) == where:  # others may be damaged, or not wanted
+                made_from = None if self.digests is None else self.digests[row].as_py()
                 features = features_of(self.place, name, rows, i, self.width, made_from)
                 found[sample] = self._cut(features)
         return found
@@ -117,11 +128,13 @@ class FeatureCache:
     def _footer(self, name: str) -> pq.FileMetaData:
         return open_shard(self.place, name, self.schema)
 
-    def _keep(self, where: Where, group: "dict[str, torch.Tensor]") -> None:
-        self.kept[where] = group
-        self.size += _bytes(group)
-        while self.size > self.budget and len(self.kept) > 1:
-            self.size -= _bytes(self.kept.popitem(last=False)[1])
+    def _shrink(self, using: Where) -> None:
+        """Forget row groups until the budget holds, those first that were used longest ago."""
+        for where in list(self.kept) if self.size > self.budget else ():
+            if where != using and not self.due[where]:
+                self.size -= _bytes(self.kept.pop(where))
+            if self.size <= self.budget:
+                return
 
     def _cut(self, features: "torch.Tensor") -> "torch.Tensor":
         if 0 < self.max_length < len(features):

@@ -6,6 +6,7 @@ A label comes from a client. It only groups and names, so no record is refused b
 import hashlib
 import unicodedata
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 LABELS = ("conversation_id", "domain", "language", "tenant")
@@ -21,12 +22,17 @@ def labels(told: Iterable[tuple[Any, Any]]) -> dict[str, str | None]:
     """
     found: dict[str, str | None] = dict.fromkeys(LABELS)
     for name, value in told:
-        if isinstance(name, str):
-            name = name.replace("-", "_")
-            name = ALIASES.get(name, name)
-            if name in found:
-                found[name] = clean(value) or found[name]
+        label = _label(name) if isinstance(name, str) else None
+        if label:
+            found[label] = clean(value) or found[label]
     return found
+
+
+@lru_cache(1024)  # every record has the same names
+def _label(name: str) -> str | None:
+    name = name.replace("-", "_")
+    name = ALIASES.get(name, name)
+    return name if name in LABELS else None
 
 
 def clean(value: Any) -> str | None:

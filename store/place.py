@@ -21,7 +21,6 @@ from typing import Any
 import obstore
 import pyarrow as pa
 import pyarrow.fs as pafs
-from deltalake.fs import DeltaStorageHandler
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
@@ -36,6 +35,8 @@ RETRIES: Any = {
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"max_backoff": timedelta(seconds=2)},
 }
+ATTEMPTS = 9
+"""Of a read by Arrow, which waits longer before each one: a minute and a half in all."""
 # Given options replace those of the environment (AWS_ALLOW_HTTP). http:// is used only where the
 # endpoint in the environment says so.
 CLIENT: Any = {
@@ -164,11 +165,14 @@ class Place:
 
     def open(self, name: str) -> pa.NativeFile:
         """An object as a random-access file: only the ranges that are read are transferred."""
+        files, folder = self.files()
         with told(self, name):
-            if self.is_local:
-                return pa.OSFile(str(self.path / name))
-            files, folder = _files(self.root)
-            return files.open_input_file(f"{folder}/{self._key(name)}".lstrip("/"))
+            return files.open_input_file(f"{folder}/{name}")
+
+    def files(self) -> tuple[pafs.FileSystem, str]:
+        """Arrow's file system that has this place, and its path there."""
+        files, root = _files(self.root)
+        return files, f"{root}/{self.key}" if self.key else root
 
     def publish(self, folder: Path, last: str) -> None:
         """Put the files of a local folder here, the file `last` at the end: a reader that finds it
@@ -243,10 +247,24 @@ def _store(root: str) -> ObjectStore:
 
 @lru_cache(maxsize=32)
 def _files(root: str) -> tuple[pafs.FileSystem, str]:
-    """The file system of a bucket, and the path of `root` in it."""
-    if root.startswith(("s3://", "gs://")):
-        return pafs.FileSystem.from_uri(root)
-    return pafs.PyFileSystem(DeltaStorageHandler(root)), ""  # holds the GIL while it waits
+    """Arrow's own file system for a root, and the path of the root there. It is Arrow's own because
+    one that is written in Python makes all threads wait, and can abort the interpreter at exit.
+    """
+    scheme, found, path = root.partition("://")
+    if not found:
+        return pafs.LocalFileSystem(), root
+    if scheme == "s3":
+        endpoint = os.environ.get("AWS_ENDPOINT_URL", "").partition("://")
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        return pafs.S3FileSystem(
+            endpoint_override=endpoint[2] or None,
+            scheme=endpoint[0] or "https",
+            region=region or pafs.resolve_s3_region(path.partition("/")[0]),
+            retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
+        ), path
+    if scheme == "gs":
+        return pafs.GcsFileSystem(retry_time_limit=RETRIES["retry_timeout"]), path
+    return pafs.AzureFileSystem(os.environ["AZURE_STORAGE_ACCOUNT_NAME"]), path
 
 
 @contextmanager

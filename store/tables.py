@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, cast
+from typing import Any
 
 import obstore
 import pyarrow as pa
@@ -172,17 +172,15 @@ class Table:
         found = self._open(version)
         if found is None:
             return ds.dataset(self.schema.empty_table())
-        with told(self.place):
-            rows = cast(ds.FileSystemDataset, found.to_pyarrow_dataset(schema=self.schema))
-            shards = _shards(found)
-            # Not the library's own bounds: it leaves out shards that lack a statistic (1.6.6).
-            fragments = [
-                rows.format.make_fragment(
-                    path, rows.filesystem, partition_expression=shards[path].bounds(self.schema)
-                )
-                for path in rows.files
-            ]
-            return ds.FileSystemDataset(fragments, self.schema, rows.format, rows.filesystem)
+        # Not DeltaTable.to_pyarrow_dataset (1.6.6): it reads through Python, so a scan that ends
+        # early can abort the interpreter at exit; and it leaves out shards that lack a statistic.
+        files, folder = self.place.files()
+        form = ds.ParquetFileFormat()
+        fragments = [
+            form.make_fragment(f"{folder}/{shard.name}", files, shard.bounds(self.schema))
+            for shard in _shards(found).values()
+        ]
+        return ds.FileSystemDataset(fragments, self.schema, form, files)
 
     def batches(
         self,

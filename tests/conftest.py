@@ -11,11 +11,16 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def ray_cluster():
-    """A local Ray of 2 logical CPUs, started once. Jobs find it and leave it running."""
+def ray_cluster(s3):
+    """A local Ray of 2 logical CPUs, started once. Jobs find it and leave it running. Its workers
+    have the environment of its start, so that also leads to the S3 server.
+    """
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3.env.items():
+            patch.setenv(name, value)
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20)
     yield
     ray.shutdown()
 

@@ -12,7 +12,7 @@ MEMORY = "1GB"
 
 def open_database(cfg: Config, names: Collection[str]) -> duckdb.DuckDBPyConnection:
     """An in-memory database with these tables as NAME_rows, read when a query needs them. Days are
-    in UTC. Close it: a connection that is open when the interpreter ends can abort it.
+    in UTC. Close it: an open connection can abort the interpreter at its end.
     """
     folder = str(cfg.path("duckdb"))
     connection = duckdb.connect(config={"memory_limit": MEMORY, "temp_directory": folder})

@@ -1,7 +1,7 @@
 """Selected samples, with their token ids and features: what harvest, training and replay read."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,8 +156,8 @@ def with_features(cfg: Config, rows: Sequence[Row], taps: Sequence[int] = ()) ->
     other token ids, raise it when they are read.
     """
     ids = {row["sample_id"]: torch.tensor([*row["prompt_ids"], *row["output_ids"]]) for row in rows}
-    digests = {name: ids_digest(found.numpy()) for name, found in ids.items()}
-    cache = feature_cache(cfg, digests, CACHE_BYTES, taps)
+    digests = pa.array([ids_digest(found.numpy()) for found in ids.values()], pa.binary(16))
+    cache = feature_cache(cfg, pa.array(ids, pa.string()), digests, CACHE_BYTES, taps)
     return [
         StoredRequest(row["sample_id"], ids[row["sample_id"]], len(row["prompt_ids"]), cache)
         for row in rows
@@ -166,21 +166,26 @@ def with_features(cfg: Config, rows: Sequence[Row], taps: Sequence[int] = ()) ->
 
 def feature_cache(
     cfg: Config,
-    digests: Mapping[str, bytes],
+    names: pa.Array,
+    digests: pa.Array,
     budget: float,
     taps: Sequence[int] = (),
     max_length: int = 0,
+    readers: int = 2,
 ) -> FeatureCache:
-    """The features of the samples in `digests` (sample id -> `ids_digest` of its tokens), each cut
-    to `max_length` tokens (0: uncut). At most `budget` bytes of them are kept in memory.
+    """The features of the samples `names`, each cut to `max_length` tokens (0: uncut). At most
+    `budget` bytes of them are kept in memory. digests: `ids_digest` of the tokens of each sample.
 
     Raises ValueError for samples that were not harvested.
     """
     place, identity = features_place(cfg, taps), target_id(cfg.target_path)
-    index = index_of(cfg.table("feature_index"), place.name, pa.array(digests, pa.string()))
-    check_all_harvested(index["sample_id"].to_pylist(), digests)
+    index = index_of(cfg.table("feature_index"), place.name, names)
+    check_all_harvested(index["sample_id"].to_pylist(), names.to_pylist())
+    digests = digests.take(pc.index_in(index["sample_id"].combine_chunks(), names))  # pyright: ignore[reportAttributeAccessIssue]
     taps, hidden = list(taps or target_taps(cfg)), target_config(cfg)["hidden_size"]
-    return FeatureCache(place, index, identity, taps, hidden, digests, budget, max_length)
+    return FeatureCache(
+        place, index, identity, taps, hidden, digests, budget, max_length, readers
+    )
 
 
 def harvested(cfg: Config, names: Collection[str], taps: Sequence[int] = ()) -> pa.Table:

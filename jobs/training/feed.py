@@ -2,9 +2,11 @@
 needed. The next step's batches are made while this step is computed.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +17,7 @@ from dflash.batches import Sample, valid_anchors
 from dflash.domain_mix import block_tokens, replay_mix
 from jobs.base.config import Config
 from jobs.dataset.samples import (
-    Requests,
+    StoredRequest,
     captured_top_k,
     feature_cache,
     harvested,
@@ -28,12 +30,13 @@ from jobs.training.mapped import (
     TOP,
     MappedSamples,
     mapped,
+    not_in_traffic,
     token_batches,
     top_batches,
 )
 from jobs.training.runs import Pin
 from store.feature_cache import FeatureCache
-from store.features import ids_digest
+from store.feature_index import check_all_harvested
 
 T = TypeVar("T")
 GIB = 1 << 30
@@ -47,48 +50,48 @@ class TrainingSet:
     num_main: int
     share: float
     """Share of the picks that come from the others (dflash/domain_mix.py)."""
-    block_tokens: list[float]
-    """Mean supervised slots that each sample gives when it is drawn once."""
-    lengths: list[int]
-    """Tokens of each sample."""
+    block_tokens: array
+    """Mean supervised slots that each sample gives when it is drawn once (float64)."""
+    lengths: array
+    """Tokens of each sample (int32)."""
     supervised: int
     """Supervised tokens of all samples."""
     most_anchors: int
     """Anchors of the sample that has the most."""
     num_skipped: int
     """Samples that were left out: without two supervised tokens in a row they have no anchor."""
-    digests: dict[str, bytes]
-    """Digest of the uncut token ids of each sample: its features must have been made from them."""
     num_cut: int
     """Samples that train.max_length shortens to their beginning."""
 
 
-def training_set(cfg: Config, pin: Pin, num_drafts: int, write: bool = True) -> TrainingSet:
+def training_set(
+    cfg: Config, pin: Pin, num_drafts: int, folder: Path | None = None, with_top: bool = True
+) -> TrainingSet:
     """The pinned train samples that train.domain and train.mix ask for, each cut to
-    train.max_length, with the target's log-probabilities if train.loss needs them. Reads no
-    features. Its token ids are in files of the scratch folder (jobs/training/mapped.py), or in
-    memory if not `write`.
+    train.max_length, with the target's log-probabilities if train.loss needs them, unless
+    `with_top` is False. Reads no features.
 
-    Raises ValueError if no sample has an anchor, and for a domain or mix without samples.
+    Token ids stay in files of `folder`, by default that in the scratch folder
+    (jobs/training/mapped.py). Raises ValueError if no sample has an anchor, for a domain or mix
+    without samples, and for samples that were deleted.
     """
-    every = _mapped_samples(cfg, pin, write)
+    top_k = captured_top_k(cfg) if with_top else 0
+    every = _mapped_samples(cfg, pin, folder or cfg.path("training_data"), top_k)
     blocks = (cfg.train.anchors, num_drafts, cfg.train.random_block)
-    longest = cfg.train.max_length
-    kept, domains, tokens, lengths, anchors, digests = [], [], [], [], [], {}
-    supervised, num_cut = [], 0
+    kept, lengths, anchors, supervised = (array("i") for _ in range(4))
+    domains, tokens, num_cut = list[str](), array("d"), 0
     for i in range(len(every)):
-        whole, sample = every.whole(i), every[i]
-        if not len(valid := valid_anchors(sample.loss_mask)):
-            continue
-        kept.append(i)
-        domains.append(sample.domain)
-        tokens.append(block_tokens(sample.loss_mask, *blocks))
-        lengths.append(len(sample.ids))
-        anchors.append(len(valid))
-        supervised.append(int(sample.loss_mask.sum()))
-        digests[sample.sample_id] = ids_digest(whole.ids.numpy())
-        num_cut += len(sample.ids) < len(whole.ids)
+        sample = every[i]
+        if num_anchors := len(valid_anchors(sample.loss_mask)):
+            kept.append(i)
+            domains.append(sample.domain)
+            tokens.append(block_tokens(sample.loss_mask, *blocks))
+            lengths.append(len(sample.ids))
+            anchors.append(num_anchors)
+            supervised.append(int(sample.loss_mask.sum()))
+            num_cut += len(sample.ids) < every.whole_length(i)
     if not kept:
+        longest = cfg.train.max_length
         within = f" in its first {longest} tokens (train.max_length)" if longest else ""
         raise ValueError(
             f"none of {len(every)} training samples has two supervised tokens in a row{within}: "
@@ -100,30 +103,31 @@ def training_set(cfg: Config, pin: Pin, num_drafts: int, write: bool = True) -> 
         samples=every.subset([kept[i] for i in order]),
         num_main=len(mix.main),
         share=mix.share,
-        block_tokens=[tokens[i] for i in order],
-        lengths=[lengths[i] for i in order],
+        block_tokens=array("d", (tokens[i] for i in order)),
+        lengths=array("i", (lengths[i] for i in order)),
         supervised=sum(supervised[i] for i in order),
         most_anchors=max(anchors[i] for i in order),
         num_skipped=len(every) - len(kept),
-        digests=digests,
         num_cut=num_cut,
     )
 
 
-def _mapped_samples(cfg: Config, pin: Pin, write: bool) -> MappedSamples:
-    rows, top_k = pin.train, captured_top_k(cfg)
-    names = rows["sample_id"].combine_chunks()
-    top = None
-    tokens = token_batches(rows, with_tokens(cfg, rows))
-    tops = top_batches(stored_top(cfg, harvested(cfg, names))) if top_k else ()
-    if write:
-        folder = cfg.path("training_data")
-        tokens = mapped(folder / f"tokens-{pin.key}.arrow", TOKENS, tokens)
-        if top_k:
-            top = mapped(folder / f"top-{pin.key}-{top_k}.arrow", TOP, tops)
-    else:
-        tokens = pa.Table.from_batches(tokens, TOKENS)
-        top = pa.Table.from_batches(tops, TOP) if top_k else None
+def _mapped_samples(cfg: Config, pin: Pin, folder: Path, top_k: int) -> MappedSamples:
+    rows = pin.train
+    names, top = rows["sample_id"].combine_chunks(), None
+
+    def read_top() -> Iterator[pa.RecordBatch]:
+        index = harvested(cfg, names)
+        check_all_harvested(index["sample_id"].to_pylist(), names.to_pylist())
+        return top_batches(stored_top(cfg, index))
+
+    tokens = mapped(
+        folder / f"tokens-{pin.key}.arrow",
+        TOKENS,
+        lambda: token_batches(rows, with_tokens(cfg, rows)),
+    )
+    if top_k:
+        top = mapped(folder / f"top-{pin.key}-{top_k}.arrow", TOP, read_top)
     return MappedSamples(tokens, names, top, top_k, cfg.train.max_length)
 
 
@@ -143,27 +147,37 @@ def val_rows(cfg: Config, pin: Pin) -> pa.Table:
     return rows.take(pa.array(taken, pa.int64()))
 
 
-def val_requests(cfg: Config, pin: Pin) -> list[tuple[str, Any]]:
-    """(domain, request with features) of `val_rows`."""
+def val_requests(cfg: Config, pin: Pin) -> list[tuple[str, StoredRequest]]:
+    """(domain, request) of `val_rows`. Raises ValueError for samples that were deleted or have no
+    features; features are read when they are asked for.
+    """
     rows = val_rows(cfg, pin)
     domains = dict(zip(rows["sample_id"].to_pylist(), rows["domain"].to_pylist(), strict=True))
     tokens = {r["sample_id"]: r for batch in with_tokens(cfg, rows) for r in batch.to_pylist()}
-    found: Requests = with_features(cfg, [tokens[name] for name in domains])
+    if gone := domains.keys() - tokens:
+        raise ValueError(not_in_traffic(list(gone)))
+    found = with_features(cfg, [tokens[name] for name in domains])
     return [(domains[request.sample_id], request) for request in found]
 
 
 def training_features(cfg: Config, data: TrainingSet) -> FeatureCache:
     """The features of a training set, cut as its samples are. At most train.cache_gib of them are
-    kept in memory.
+    kept in memory, beside those of the next step.
     """
-    budget = cfg.train.cache_gib * GIB
-    return feature_cache(cfg, data.digests, budget, max_length=cfg.train.max_length)
+    budget, train = cfg.train.cache_gib * GIB, cfg.train
+    return feature_cache(
+        cfg,
+        *data.samples.digests(),
+        budget,
+        max_length=train.max_length,
+        readers=train.readers,
+    )
 
 
 class LazySamples(Sequence[Sample]):
     """The samples of a training set. A sample's features are read when it is taken."""
 
-    def __init__(self, samples: Sequence[Sample], features: FeatureCache):
+    def __init__(self, samples: MappedSamples, features: FeatureCache):
         self.samples, self.features = samples, features
 
     def __len__(self) -> int:
@@ -172,6 +186,10 @@ class LazySamples(Sequence[Sample]):
     def __getitem__(self, index: Any) -> Any:
         sample = self.samples[index]
         return replace(sample, features=self.features[sample.sample_id])
+
+    def prefetch(self, indices: Iterable[int]) -> None:
+        """Begin to read the features of these samples, which are then taken in this order."""
+        self.features.prefetch(map(self.samples.name, indices))
 
 
 def prefetched(make: Callable[[int], T], steps: Iterable[int]) -> Generator[T, None, None]:

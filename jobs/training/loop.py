@@ -103,9 +103,8 @@ def _run(loop: "Loop") -> dict[str, Any]:
         loop.train()
     result = loop.metrics()
     if loop.rank == 0:
-        write_result(
-            loop.cfg, loop.name, result
-        )  # before the export: a drafter folder marks the end
+        # Before the export: a drafter folder marks the end.
+        write_result(loop.cfg, loop.name, result)
         loop.export()
     return result
 
@@ -200,6 +199,7 @@ class Loop:
         num_drafts = self.drafter.cfg.num_drafts
         if cfg.random_block:
             num_drafts = random_drafts(num_drafts, cfg.seed, step)
+        self.samples.prefetch(i for mine in forwards for _, i in mine)
         packed = self.device.type == "cuda"  # there attention is flex attention
         batches = (
             step_batch(self.samples, mine, cfg.anchors, num_drafts, self.labels, cfg.seed, packed)
@@ -230,7 +230,7 @@ class Loop:
                 sum_gradients(self.params)
         loss, weight = sums[:2].tolist()
         picks = self._picks(self.step)
-        names = [self.data.samples[i].sample_id for _, i in picks]
+        names = [self.data.samples.name(i) for _, i in picks]
         check_finite("loss", loss, names, self.step)
         norm = self._gradients(weight)
         check_finite("gradient norm", norm, names, self.step)
@@ -319,14 +319,14 @@ class Loop:
         place = self.cfg.place("drafters", self.name)
         if place.has(MARK):  # an earlier group was killed after its export
             return
-        partial = self.cfg.path("drafters", f".{self.name}.partial")
+        beside = place.path.parent if place.is_local else self.cfg.path("drafters")
+        partial = beside / f".{self.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         best = drafter_of(self.drafter.cfg, self.best_weights)
         save_drafter(best, partial, self.stored)
         load_drafter(partial)  # a drafter that cannot be read back never gets its final name
         if place.is_local:
-            place.path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(partial, place.path)
+            partial.rename(place.path)
         else:
             place.publish(partial, MARK)
             shutil.rmtree(partial)

@@ -1,11 +1,13 @@
 """Training samples in memory-mapped files: a process holds only the parts that it is reading.
 
 Every rank on a node maps the same files, <scratch>/training_data/tokens-<pin>.arrow and, where the
-loss needs log-probabilities, top-<pin>-<k>.arrow. They are made from traffic/ and features/ in one
-streaming pass, and are made again if they are deleted.
+loss needs log-probabilities, top-<pin>-<k>.arrow. The first that needs one makes it from traffic/
+or features/ in one streaming pass. A file that is deleted is made again.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,15 @@ import torch
 from torch import Tensor
 
 from dflash.batches import Sample, first_tokens
-from store.files import commit
+from store.features import ids_digest
+from store.files import commit, exclusive
 
 TOKENS = pa.schema(
     [
         ("sample_id", pa.string()),
         ("domain", pa.string()),
         ("ids", pa.large_list(pa.int32())),  # prompt + output
+        ("ids_digest", pa.binary(16)),
         ("loss_mask", pa.large_list(pa.struct([("start", pa.int32()), ("end", pa.int32())]))),
     ]
 )
@@ -34,39 +38,66 @@ TOP = pa.schema(
     ]
 )
 NO_FEATURES = torch.empty(0, 0, dtype=torch.bfloat16)
+TOGETHER = 256
+"""Samples whose log-probabilities are in memory while a file is written."""
 
 
-def mapped(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> pa.Table:
-    """The table in the Arrow file `path`, memory-mapped; written from `batches` if it is absent."""
-    if not path.is_file():
+def mapped(
+    path: Path, schema: pa.Schema, batches: Callable[[], Iterable[pa.RecordBatch]]
+) -> pa.Table:
+    """The table in the Arrow file `path`, memory-mapped. If it is absent, one of the processes that
+    want it writes it from `batches()`.
+    """
 
-        def write(stream: Any) -> None:
-            with pa.ipc.new_file(stream, schema) as writer:
-                for batch in batches:
-                    writer.write(batch)
+    def write(stream: Any) -> None:
+        with pa.ipc.new_file(stream, schema) as writer:
+            for batch in batches():
+                writer.write(batch)
 
-        commit(path, write)
+    while not path.is_file():
+        with exclusive(path.with_suffix(".lock"), "another process") as other:
+            if other:
+                time.sleep(0.1)
+            elif not path.is_file():
+                commit(path, write)
     with pa.memory_map(str(path)) as source:
         return pa.ipc.open_file(source).read_all()
 
 
 def token_batches(pinned: pa.Table, found: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """TOKENS rows of pinned samples, from batches of their sample_id, prompt_ids and output_ids."""
+    """TOKENS rows of pinned samples, from batches of their sample_id, prompt_ids and output_ids.
+
+    Raises ValueError if any is missing.
+    """
     names = pinned["sample_id"].combine_chunks()
+    missing = np.ones(len(names), bool)
     for batch in found:
         place = pc.index_in(batch["sample_id"], names)  # pyright: ignore[reportAttributeAccessIssue]
+        missing[place.to_numpy()] = False
         rows = pinned.take(place)
         mask = rows["loss_mask"].combine_chunks().cast(TOKENS.field("loss_mask").type)
         ids = _joined(batch["prompt_ids"], batch["output_ids"])
-        columns = [batch["sample_id"], rows["domain"].combine_chunks(), ids, mask]
+        digests = pa.array([ids_digest(one.values.to_numpy()) for one in ids], pa.binary(16))
+        columns = [batch["sample_id"], rows["domain"].combine_chunks(), ids, digests, mask]
         yield pa.RecordBatch.from_arrays(columns, schema=TOKENS)
+    if missing.any():
+        raise ValueError(not_in_traffic(names.filter(pa.array(missing)).to_pylist()))
+
+
+def not_in_traffic(names: Sequence[str]) -> str:
+    """What is wrong with a run whose samples `names` were deleted, and what to do."""
+    return (
+        f"{len(names)} of its samples are not in traffic/ any more, for instance {min(names)}: run "
+        "`flywheel select`, and `flywheel train` begins a run without them"
+    )
 
 
 def top_batches(found: Iterable[tuple[str, Tensor, Tensor]]) -> Iterator[pa.RecordBatch]:
     """TOP rows of (sample id, token ids [n, k], log-probabilities [n, k])."""
-    for name, ids, logprobs in found:
-        row = [[name], [ids.flatten().numpy()], [logprobs.flatten().numpy()]]
-        arrays = [pa.array(v, f.type) for v, f in zip(row, TOP, strict=True)]
+    rows = ((name, *(t.flatten().numpy() for t in tensors)) for name, *tensors in found)
+    while some := list(islice(rows, TOGETHER)):
+        columns = zip(*some, strict=True)
+        arrays = [pa.array(values, f.type) for values, f in zip(columns, TOP, strict=True)]
         yield pa.RecordBatch.from_arrays(arrays, schema=TOP)
 
 
@@ -108,14 +139,27 @@ class MappedSamples(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def name(self, index: int) -> str:
+        """The id of a sample."""
+        return self.tokens["sample_id"][int(self.rows[index])].as_py()
+
+    def digests(self) -> tuple[pa.Array, pa.Array]:
+        """Sample ids, and the `ids_digest` of each before it is cut."""
+        taken = self.tokens.select(["sample_id", "ids_digest"]).take(pa.array(self.rows))
+        return taken["sample_id"].combine_chunks(), taken["ids_digest"].combine_chunks()
+
     def __getitem__(self, index: Any) -> Any:
-        sample = self.whole(index)
+        sample = self._whole(index)
         return first_tokens(sample, self.max_length) if self.max_length else sample
 
-    def whole(self, index: int) -> Sample:
-        """A sample before it is cut."""
+    def whole_length(self, index: int) -> int:
+        """Tokens of a sample before it is cut."""
+        return len(self.tokens["ids"][int(self.rows[index])])
+
+    def _whole(self, index: int) -> Sample:
         row = int(self.rows[index])
-        name, domain, ids, spans = (self.tokens[column][row] for column in TOKENS.names)
+        columns = ("sample_id", "domain", "ids", "loss_mask")
+        name, domain, ids, spans = (self.tokens[column][row] for column in columns)
         ids = torch.from_numpy(ids.values.to_numpy().astype(np.int64))
         mask = torch.zeros(len(ids), dtype=torch.bool)
         for span in spans.as_py():
@@ -124,8 +168,7 @@ class MappedSamples(Sequence[Sample]):
 
     def subset(self, order: Sequence[int]) -> "MappedSamples":
         """These samples, in this order."""
-        names = pc.take(self.tokens["sample_id"], pa.array(self.rows[list(order)]))
-        names = names.combine_chunks()
+        names = self.tokens["sample_id"].take(pa.array(self.rows[list(order)])).combine_chunks()
         return MappedSamples(self.tokens, names, self.top, self.top_k, self.max_length)
 
     def _top(self, index: int) -> tuple[Tensor, ...]:
@@ -139,12 +182,7 @@ class MappedSamples(Sequence[Sample]):
 
 
 def _places(table: pa.Table, names: pa.Array) -> np.ndarray:
-    """The row of each name. Raises ValueError naming one that the table lacks."""
+    """The row of each name."""
     found = pc.index_in(names, table["sample_id"].combine_chunks())  # pyright: ignore[reportAttributeAccessIssue]
-    if found.null_count:
-        missing = names.filter(found.is_null())
-        raise ValueError(
-            f"{len(missing)} of {len(names)} samples of this run are not in traffic/ any more, for "
-            f"instance {missing[0].as_py()}: run `flywheel train` again, which starts a new one"
-        )
-    return found.to_numpy(zero_copy_only=False)
+    assert not found.null_count
+    return found.to_numpy()

@@ -2,6 +2,8 @@
 
 import shutil
 from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -24,7 +26,7 @@ from jobs.dataset.samples import CACHE_BYTES, captured_top_k
 from jobs.dataset.slices import largest_rows
 from jobs.training.feed import GIB, TrainingSet, training_set, val_rows
 from jobs.training.runs import choose_run, missing
-from jobs.training.states import KEEP, newest_state, state_step
+from jobs.training.states import KEEP, find_states, state_step
 
 PROCESS_BYTES = 700 << 20
 """A worker with torch, Ray and MLflow imported, before it loads anything (measured, Linux)."""
@@ -86,13 +88,16 @@ def make_plan(cfg: Config) -> Facts:
     shape = run_shape(cfg)
     chosen = choose_run(cfg, shape)
     name, pin = chosen.name, chosen.pin
-    data, val = training_set(cfg, pin, shape.num_drafts, write=False), val_rows(cfg, pin)
+    val, features = val_rows(cfg, pin), missing(cfg, pin) or COMPLETE
+    with TemporaryDirectory() as folder:
+        harvested = features == COMPLETE
+        data = training_set(cfg, pin, shape.num_drafts, Path(folder), with_top=harvested)
     check_val(cfg, val)
     memory = memory_plan(cfg, shape, data, val)
     return {
         "name": name,
         "profile": taken_profile(cfg),
-        **_start(cfg, name, features := missing(cfg, pin) or COMPLETE),
+        **_start(cfg, name, features),
         "pinned_to": f"{len(pin.train)} train and {len(pin.val)} val samples",
         "samples_since": chosen.newer,
         "features": features,
@@ -111,10 +116,10 @@ def _start(cfg: Config, name: str, features: str) -> Facts:
         return {"does": "reuse", "first_step": cfg.train.steps}
     if features != COMPLETE:
         return {"does": "refuse", "first_step": 0}
-    newest = newest_state(cfg, name)
-    if newest is None:
+    states = find_states(cfg, name)
+    if not states:
         return {"does": "start", "first_step": 0}
-    return {"does": "resume", "first_step": state_step(newest)}
+    return {"does": "resume", "first_step": state_step(max(states))}
 
 
 def _amount(cfg: Config, data: TrainingSet) -> Facts:

@@ -34,7 +34,8 @@ from jobs.dataset.samples import (
     usable,
     with_tokens,
 )
-from jobs.training.states import begun_at, is_unfinished, products
+from jobs.training.mapped import not_in_traffic
+from jobs.training.states import find_states, is_unfinished, products
 from store.feature_index import check_all_harvested
 from store.ids import short_hash
 from store.lease import lease
@@ -116,7 +117,7 @@ def choose_run(cfg: Config, shape: DrafterConfig) -> Chosen:
         if lost := missing(cfg, pin):
             note = f"run {other} is unfinished and cannot go on ({lost}); {name} starts anew"
             continue
-        known = pa.chunked_array(pin.rows["sample_id"].chunks, pa.string()).combine_chunks()
+        known = pin.rows["sample_id"].combine_chunks()
         newer = now.rows.filter(~pc.field("sample_id").isin(known)).num_rows
         note = (
             f"run {other} with {len(pin.train)} training samples is unfinished and goes on; "
@@ -132,18 +133,11 @@ def _file(recipe: str) -> str:
 
 def _unfinished(cfg: Config, recipe: str) -> list[str]:
     """Names of this recipe's runs that were interrupted after a first state, the latest first."""
-    runs = [
-        f.name.partition("/")[0] for f in cfg.place("runs").objects() if _is_pin(f.name, recipe)
-    ]
-    begun = {name: begun_at(cfg, name) for name in runs if is_unfinished(cfg, name)}
-    return sorted((n for n, at in begun.items() if at), key=lambda n: begun[n] or 0.0, reverse=True)
-
-
-def _is_pin(name: str, recipe: str = "") -> bool:
-    file = name.rpartition("/")[2]
-    return (
-        file == _file(recipe) if recipe else file.startswith("pin-") and file.endswith(".parquet")
-    )
+    files = [f.name.split("/") for f in cfg.place("runs").objects()]
+    runs = [parts[0] for parts in files if parts[1:] == [_file(recipe)]]
+    states = {name: find_states(cfg, name) for name in runs if is_unfinished(cfg, name)}
+    begun = {name: max(found.values()) for name, found in states.items() if found}
+    return sorted(begun, key=lambda name: begun[name], reverse=True)
 
 
 def live_pin(cfg: Config) -> Pin:
@@ -217,7 +211,7 @@ def learned(cfg: Config, name: str) -> set[str]:
     place = products(cfg, name)
     found: set[str] = set()
     for item in place.objects():
-        if _is_pin(item.name):
+        if item.name.startswith("pin-"):
             rows = pq.read_table(place.open(item.name), columns=["sample_id", "split"])
             found.update(rows.filter(pc.field("split") == "train")["sample_id"].to_pylist())
     return found
@@ -231,7 +225,7 @@ def missing(cfg: Config, pin: Pin) -> str:
     batches = with_tokens(cfg, pin.rows, [])
     there = {name for batch in batches for name in batch["sample_id"].to_pylist()}
     if gone := sorted(wanted - there):
-        return f"{len(gone)} of its samples are not in traffic/ any more, for instance {gone[0]}"
+        return not_in_traffic(gone)
     try:
         check_all_harvested(harvested(cfg, wanted)["sample_id"].to_pylist(), wanted)
     except ValueError as error:

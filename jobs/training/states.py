@@ -1,13 +1,13 @@
 """Resumable states of a training run: runs/<name>/step-00000055.pt, the newest KEEP.
 
-A state is written to the scratch folder and, if `work` is a bucket, copied there, so that workers on
-other nodes find it. A file at its final name is complete, even if a writer was killed. So the newest
-file is the newest complete state.
+A state is written to the scratch folder and, if `work` is a bucket, copied there, so that workers
+on other nodes find it. A file at its final name is complete, even if a writer was killed. So the
+newest file is the newest complete state.
 """
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -66,44 +66,52 @@ def states_folder(cfg: Config, name: str) -> Path:
     return cfg.path("runs", name)
 
 
-def newest_state(cfg: Config, name: str) -> Path | None:
-    """The state to resume from, copied from the bucket if the newest is there; None without one."""
-    folder, place = states_folder(cfg, name), products(cfg, name)
-    newest = max(folder.glob("step-*.pt"), default=None)
-    if not place.is_local:
-        there = max((f.name for f in place.objects() if _is_state(f.name)), default="")
-        if there > (newest.name if newest else ""):
-            partial = folder / f".{there}.partial"
-            place.save(there, partial)
-            newest = partial.rename(folder / there)
-    return newest
-
-
-def begun_at(cfg: Config, name: str) -> float | None:
-    """When the newest state of a run was written (seconds since 1970); None without one."""
+def find_states(cfg: Config, name: str) -> dict[str, float]:
+    """{file name: when it was written, in seconds since 1970} of the states that a run can go on
+    from, on any node: of those in the bucket, if `work` is one.
+    """
     place = products(cfg, name)
-    local = [p.stat().st_mtime for p in states_folder(cfg, name).glob("step-*.pt")]
-    there = [f.modified.timestamp() for f in place.objects() if _is_state(f.name)]
-    return max([*local, *there], default=None)
+    if place.is_local:
+        place = Place(str(states_folder(cfg, name)))
+    return {f.name: f.modified.timestamp() for f in place.objects() if _is_state(f.name)}
+
+
+def newest_state(cfg: Config, name: str) -> Path | None:
+    """The state to resume from, copied from the bucket if it is not here; None without one."""
+    newest = max(find_states(cfg, name), default=None)
+    if newest is None:
+        return None
+    path, place = states_folder(cfg, name) / newest, products(cfg, name)
+    if not path.is_file():
+        commit(path, lambda stream: place.save(newest, Path(stream.name)))
+    return path
 
 
 def _is_state(name: str) -> bool:
     return name.startswith("step-") and name.endswith(".pt")
 
 
-def state_step(path: Path) -> int:
-    """Optimizer steps done in this state."""
-    return int(path.stem.removeprefix("step-"))
+def state_step(name: str) -> int:
+    """Optimizer steps done in the state of this file name."""
+    return int(name.removeprefix("step-").removesuffix(".pt"))
 
 
 def commit_state(cfg: Config, name: str, step: int, state: dict[str, Any]) -> Path:
     """Write a state; then remove all but the newest KEEP, and files that killed writers left."""
     folder, place = states_folder(cfg, name), products(cfg, name)
     path = folder / f"step-{step:08d}.pt"
-    commit(path, lambda stream: torch.save(state, stream))
+
+    def write(stream: BinaryIO) -> None:
+        torch.save(state, stream)
+        if not place.is_local:
+            # Before it gets its name here: so a state that is here is, or was, in the bucket, and
+            # all nodes resume the same one.
+            stream.flush()
+            place.write(path.name, Path(stream.name))
+
+    commit(path, write)
     if not place.is_local:
-        place.write(path.name, path)
-        place.delete(sorted(f.name for f in place.objects() if _is_state(f.name))[:-KEEP])
+        place.delete(sorted(find_states(cfg, name))[:-KEEP])
     for old in sorted(folder.glob("step-*.pt"))[:-KEEP]:
         with suppress(FileNotFoundError):
             old.unlink()

@@ -27,5 +27,5 @@ def write(place: Place, samples: dict[str, torch.Tensor]) -> pa.Table:
 
 def cache_of(place: Place, index: pa.Table, **more) -> FeatureCache:
     """A cache that keeps nothing, of an index of one shard or more."""
-    values = {"digests": {}, "budget": 0} | more
+    values = {"digests": None, "budget": 0} | more
     return FeatureCache(place, index.sort_by("sample_id"), *SHAPE, **values)

@@ -56,6 +56,19 @@ def test_what_was_read_ahead_is_not_read_again(shards, monkeypatch):
         cache.prefetch(known)
         assert all(torch.equal(cache[name], known[name]) for name in known)
     assert len(read) == 2 * 4
+    assert len(cache.kept) == 1, "what was asked for is subject to the budget again"
+
+
+def test_samples_of_one_row_group_are_read_together_in_any_order(place, monkeypatch):
+    """A step that takes a0, b0, a1 read the row group of a0 and a1 twice without a budget."""
+    index = pa.concat_tables([write(place, made("a0", "a1")), write(place, made("b0"))])
+    read, real = [], feature_cache.read_group
+    monkeypatch.setattr(feature_cache, "read_group", lambda *a: (read.append(a), real(*a))[1])
+    cache = cache_of(place, index)
+    cache.prefetch(step := ["a0", "b0", "a1", "a0"])
+    for name in step:
+        cache[name]
+    assert len(read) == 2
 
 
 def test_the_start_of_each_sample_is_kept(shards):
@@ -118,10 +131,10 @@ def test_a_row_that_is_not_where_it_is_listed_is_damage(place):
 
 def test_features_of_other_token_ids_are_refused(place):
     index = write(place, known := made("a"))
-    good, bad = ids_digest(range(7)), ids_digest(range(1, 8))
-    assert torch.equal(cache_of(place, index, digests={"a": good})["a"], known["a"])
+    good, bad = (pa.array([ids_digest(ids)]) for ids in (range(7), range(1, 8)))
+    assert torch.equal(cache_of(place, index, digests=good)["a"], known["a"])
     with pytest.raises(ValueError, match=r"sample a .*other token ids"):
-        cache_of(place, index, digests={"a": bad})["a"]
+        cache_of(place, index, digests=bad)["a"]
 
 
 def test_a_shard_that_cannot_be_read_is_named(place):

@@ -1,5 +1,7 @@
 """store.tables: commits of many writers, versions, statistics, and what readers are told."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
@@ -154,3 +156,26 @@ def test_an_identity_that_may_not_write_is_told(s3, bucket, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(PermissionError, match="check the permissions"):
         table.change(lambda live: ([shard], []))
+
+
+EARLY = """
+import sys
+import duckdb
+from store.place import place_of
+from tests.store.test_tables import SCHEMA, Table
+table = Table(place_of(sys.argv[1]) / "some", SCHEMA)
+next(table.batches(["n"]))
+with duckdb.connect() as connection:
+    connection.register("t", table.dataset())
+    print(connection.sql("select n from t limit 1").fetchall())
+"""
+
+
+def test_a_scan_that_ends_early_does_not_end_in_a_crash(table):
+    """With deltalake's own file system, nearly every such process crashed or hung at its exit."""
+    for i in range(20):
+        table.append(rows("a", i))
+    for _ in range(3):
+        command = [sys.executable, "-c", EARLY, table.place.root]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stderr

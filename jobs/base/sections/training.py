@@ -132,6 +132,12 @@ class Train:
     cache_gib: float = setting(
         4.0, "features a worker keeps in memory; more are read again", minimum=0, execution=True
     )
+    readers: int = setting(
+        2,
+        "threads of a worker that read the features of the next step",
+        minimum=1,
+        execution=True,
+    )
     checkpoint_every: int = setting(
         500, "steps between resumable checkpoints", minimum=1, execution=True
     )

@@ -1,9 +1,12 @@
 """What the actors of a harvest ask Ray for."""
 
+import pyarrow as pa
 import pytest
 import torch
 
 from jobs.harvesting import actors
+from jobs.harvesting.harvester import Harvested
+from store.place import place_of
 from tests.helpers.work import configure
 
 
@@ -40,3 +43,30 @@ def test_a_head_node_without_gpus_does_not_make_harvest_wait_for_ever(tmp_path):
     assert actors.actor_share(cfg, [*head, *nodes(8, gpus=2)]) == {"num_cpus": 4, "num_gpus": 1}
     with pytest.raises(ValueError, match=r"workers=2.*2 GPUs are on nodes with too few CPUs"):
         actors.actor_share(cfg, [*head, *nodes(1, gpus=2)])
+
+
+def test_chunks_wait_until_an_actor_has_room(ray_cluster, tmp_path, monkeypatch):
+    """The driver once put the tokens of all samples into Ray at the start."""
+
+    class Worker:
+        def __init__(self, cfg, threads):
+            pass
+
+        def shard(self, place, chunk):
+            return Harvested(chunk, [{"place": str(place)}])
+
+    monkeypatch.setattr(actors, "Harvester", Worker)
+    cfg, taken, place = configure(tmp_path, "harvest.workers=2"), [], place_of(str(tmp_path))
+
+    def chunks():
+        for i in range(20):
+            taken.append(i)
+            yield pa.table({"n": [i]})
+
+    ahead, found = [], []
+    for done in actors.by_actors(cfg, place, chunks(), 20):
+        found += done.index["n"].to_pylist()
+        ahead.append(len(taken) - len(found))
+        assert done.aside == [{"place": str(tmp_path)}]
+    assert sorted(found) == list(range(20)), "each once"
+    assert max(ahead) == 2 * actors.WAITING

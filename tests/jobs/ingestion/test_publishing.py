@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import store.log_to_traffic
+import store.tables
 from jobs import ingest
 from jobs.ingestion import publishing
 from store.lease import Lease, Lost
