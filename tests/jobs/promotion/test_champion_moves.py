@@ -10,12 +10,12 @@ from functools import partial
 
 import pytest
 
+from dflash.checkpoint import drafter_sha256
 from jobs import promote
 from jobs.base.config import load
 from jobs.promotion import champion_moves
 from jobs.promotion.champion_moves import promoting
-from jobs.registry import versions
-from jobs.registry.versions import Registry
+from jobs.registry.versions import FIELDS, SHA256, Registry
 from store.lease import Lost, lease, take
 from tests.helpers.promotion import (
     actions,
@@ -61,7 +61,8 @@ def expired(monkeypatch, seconds=0.3):
 
 @pytest.mark.parametrize("taken_over", [False, True])
 def test_a_holder_whose_lease_has_ended_changes_nothing(cfg, monkeypatch, taken_over):
-    first, _ = promoted(cfg, "one", 1)
+    promoted(cfg, "one", 1)
+    two = make_drafter(cfg, "two", 2)
     before, known = aliases(cfg), actions(cfg)
     found = {name: Registry(cfg).current(name) for name in before}
     expired(monkeypatch)
@@ -79,7 +80,7 @@ def test_a_holder_whose_lease_has_ended_changes_nothing(cfg, monkeypatch, taken_
             lambda: moves.registry.set_alias("champion", version),
             lambda: moves.registry.drop_alias("champion", version),
             lambda: moves.registry.mark_bad(version, "late"),
-            lambda: moves.registry.register(make_drafter(cfg, "two", 2), tags_of(first)),
+            lambda: moves.registry.register(two, {SHA256: drafter_sha256(two), FIELDS: "{}"}),
         ]
         for call in calls:
             with pytest.raises(Lost, match="run the same command again"):
@@ -89,12 +90,9 @@ def test_a_holder_whose_lease_has_ended_changes_nothing(cfg, monkeypatch, taken_
     assert not version.bad
 
 
-def tags_of(folder):
-    return {versions.SHA256: "e" * 64, versions.FIELDS: "{}", "drafter.name": folder.name}
-
-
 SUSPENDED = """
 import sys
+from dflash.checkpoint import drafter_sha256
 from jobs import promote
 from jobs.base.config import load
 from jobs.promotion import champion_moves
