@@ -183,27 +183,27 @@ class Place:
             self.write(file.relative_to(folder).as_posix(), file)
 
     def fetch(self, cache: Path) -> Path:
-        """This folder on the local disk: itself if it is local, else a copy below `cache`, made
-        anew if anything has changed. Raises FileNotFoundError for an empty folder.
+        """This folder on the local disk: itself if it is local, else a copy below `cache`, another
+        one if anything has changed. Raises FileNotFoundError for an empty folder.
         """
         if self.is_local:
             return self.path
         there = [(f.name, f.size, f.e_tag) for f in self.objects()]
         if not there:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        cache = cache / hashlib.sha256(str(self).encode()).hexdigest()[:12]
-        copy, known = cache / self.name, cache / ".known.json"
-        stamp = json.dumps(there)
-        if known.is_file() and known.read_text() == stamp and copy.is_dir():
-            return copy
-        known.unlink(missing_ok=True)
-        partial = cache / f".partial.{os.getpid()}"
-        shutil.rmtree(partial, ignore_errors=True)
-        for name, _, _ in there:
-            self.save(name, partial / name)
-        shutil.rmtree(copy, ignore_errors=True)
-        os.replace(partial, copy)
-        known.write_text(stamp)
+        copy = cache / hashlib.sha256(json.dumps([str(self), there]).encode()).hexdigest()[:12]
+        copy /= self.name
+        if not copy.is_dir():
+            partial = cache / f".partial.{os.urandom(4).hex()}"
+            for name, _, _ in there:
+                self.save(name, partial / name)
+            copy.parent.mkdir(exist_ok=True)
+            try:
+                os.replace(partial, copy)
+            except OSError:  # another process was first
+                if not copy.is_dir():
+                    raise
+                shutil.rmtree(partial)
         return copy
 
     def save(self, name: str, file: Path) -> None:

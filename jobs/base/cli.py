@@ -15,12 +15,12 @@ import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from jobs.base.config import Config, commented, load
 from jobs.base.console import visible
-from jobs.base.stage_log import logged
-from store.former_layout import is_former
+
+if TYPE_CHECKING:  # it imports Arrow, which help does not need
+    from jobs.base.config import Config
 
 STAGES = {
     "target": ("jobs.target", "fetch and convert the demo target"),
@@ -71,6 +71,8 @@ EXTRAS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one stage and return the exit code: 0 done, 1 not ok, 2 user error, 130 interrupted."""
     args = _parser().parse_intermixed_args(argv)
+    from jobs.base.config import commented, load
+
     try:
         if args.plan and args.stage not in PLANNED:
             raise ValueError(f"{args.stage} has no --plan; only {', '.join(PLANNED)}")
@@ -100,7 +102,10 @@ def run_as_module(stage: str) -> NoReturn:
     raise SystemExit(main([stage, *sys.argv[1:]]))
 
 
-def _run(stage: str, cfg: Config, function: str) -> int:
+def _run(stage: str, cfg: "Config", function: str) -> int:
+    from jobs.base.stage_log import logged
+    from store.former_layout import is_former
+
     if stage not in ANY_LAYOUT and cfg.place().is_local and is_former(cfg.place().path):
         raise ValueError(
             f"{cfg.place()} has the layout of an earlier release: run `flywheel migrate` with the "
