@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 
-from store.place import Place, denied, first_line
+from store.place import Place, denied, first_line, is_denial
 from store.table_shards import Shard, added, live_shards, removed, write_shard
 
 TRIES = 60
@@ -285,6 +285,6 @@ def told(place: Place, name: str = "") -> Iterator[None]:
         ) from error
     except (DeltaError, OSError, pa.ArrowInvalid) as error:
         text = first_line(error)
-        if any(word in str(error) for word in ("AccessDenied", "403", "PermissionDenied")):
+        if is_denial(error):
             raise denied(where) from error
         raise OSError(f"{where}: cannot be read or written ({text}); run again") from error
