@@ -66,6 +66,7 @@ def told(tmp_path_factory, rivals):
     work = shutil.copytree(rivals, tmp_path_factory.mktemp("hostile") / FOLDER)
     shutil.rmtree(work / "traffic")  # it has the same samples with other labels
     shutil.rmtree(work / "rejects")
+    shutil.rmtree(work / "logs")
     log = work / "capture" / "log.jsonl"
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert len(records) == len(LABELS)
