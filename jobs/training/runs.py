@@ -173,6 +173,7 @@ def run_settings(cfg: Config) -> dict[str, Any]:
     """The settings that decide the result. train.base counts by its content, not by its path."""
     settings = split_identity(cfg.train)[0]
     settings |= {"target_dtype": cfg.target.dtype, "top_k": captured_top_k(cfg)}
+    settings |= {"features": cfg.harvest.features}
     if cfg.train.base:
         settings["base"] = drafter_sha256(cfg.train.base)
     return settings

@@ -101,6 +101,9 @@ class Harvest:
         "train.loss=argmax (1 is enough) and kl; 0: none",
         minimum=0,
     )
+    features: Literal["bf16", "fp8"] = setting(
+        "bf16", "how features are stored: bf16 is exact; fp8 takes about half of the disk"
+    )
     max_reject_rate: float = setting(
         0.05, "stop when a larger share of samples is set aside, beyond chance", minimum=0
     )

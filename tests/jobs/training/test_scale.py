@@ -194,7 +194,8 @@ def test_the_run_is_named_by_what_decides_its_result(work, tmp_path):
     other = ["train.seed=1", "train.val_every=3", "train.mix=0.1", "train.max_slice_loss=0.2"]
     other += ["train.domain=b", "train.patience=2"]
     assert len({name("train.domain=a", word) for word in other} | {name()}) == 7
-    assert len({name(), name("train.dtype=bfloat16"), name("target.dtype=bfloat16")}) == 3
+    dtypes = ["train.dtype=bfloat16", "target.dtype=bfloat16", "harvest.features=fp8"]
+    assert len({name(), *map(name, dtypes)}) == 4
     shape = drafter_config(configure(work))
     for seed in (1, 2):
         save_drafter(new_drafter(shape, seed), tmp_path / f"base{seed}", torch.bfloat16)
