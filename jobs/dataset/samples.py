@@ -183,9 +183,7 @@ def feature_cache(
     check_all_harvested(index["sample_id"].to_pylist(), names.to_pylist())
     digests = digests.take(pc.index_in(index["sample_id"].combine_chunks(), names))  # pyright: ignore[reportAttributeAccessIssue]
     taps, hidden = list(taps or target_taps(cfg)), target_config(cfg)["hidden_size"]
-    return FeatureCache(
-        place, index, identity, taps, hidden, digests, budget, max_length, readers
-    )
+    return FeatureCache(place, index, identity, taps, hidden, digests, budget, max_length, readers)
 
 
 def harvested(cfg: Config, names: Collection[str], taps: Sequence[int] = ()) -> pa.Table:
