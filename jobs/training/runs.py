@@ -2,9 +2,10 @@
 
 When a run begins, it writes the selected samples to its pin,
 <work>/runs/<name>/pin-<recipe>.parquet. Its workers, restarted workers and the same command on
-another day read the pin, so a later selection changes nothing. The pin has ids, domains, temperatures and supervised spans, but no
-tokens: what is deleted from traffic/ must be gone. A run that needs deleted samples cannot go on.
-It also names the versions of the tables that it was made from.
+another day read the pin, so a later selection changes nothing. The pin has ids, domains,
+temperatures and supervised spans, but no tokens: what is deleted from traffic/ must be gone. A run
+that needs deleted samples cannot go on. It also names the versions of the tables that it was made
+from.
 """
 
 import hashlib
