@@ -119,7 +119,9 @@ class FeatureCache:
         found = {}
         for i, sample in enumerate(rows["sample_id"].to_pylist()):
             row = self._row(sample)
-            if row is not None and self._where(row) == where:  # others may be damaged, or not wanted
+            if (
+                row is not None and self._where(row) == where
+            ):  # others may be damaged, or not wanted
                 made_from = None if self.digests is None else self.digests[row].as_py()
                 features = features_of(self.place, name, rows, i, self.width, made_from)
                 found[sample] = self._cut(features)

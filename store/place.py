@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -280,8 +281,7 @@ def told(place: Place, name: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
     except BaseError as error:
-        # Of a bulk deletion; and without keys, obstore asks the cloud's machine for some.
-        if "AccessDenied" in str(error) or "169.254.169.254" in str(error):
+        if is_denial(error):
             raise denied(where) from error
         text = first_line(error)
         if not place.is_local:
@@ -299,9 +299,28 @@ def denied(where: str) -> PermissionError:
     )
 
 
+DENIALS = (
+    "403 Forbidden",
+    "AccessDenied",
+    "ACCESS_DENIED",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "lacked the necessary privileges",
+    "169.254.169.254",  # where a library without keys asks the cloud's machine for some
+)
+
+
+def is_denial(error: Exception) -> bool:
+    """Whether an error says that the store refuses access; its type does not always say so."""
+    return any(sign in str(error) for sign in DENIALS)
+
+
 def first_line(error: Exception) -> str:
-    """The first line of an error's text; the rest is for developers of its library."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an error's text, without colours; the rest is for developers of its
+    library.
+    """
+    lines = re.sub(r"\x1b\[\d+m", "", str(error)).strip().splitlines()
+    return (lines or [type(error).__name__])[0]
 
 
 def read_json(

@@ -55,6 +55,8 @@ POSITIONAL = {
 }
 # Stages with `plan(cfg)`: what `run` would do, for --plan.
 PLANNED = ("select", "train", "gc", "cache")
+# Stages that do not read what other stages wrote.
+ANY_LAYOUT = ("migrate", "doctor", "target")
 # Import name -> the extra that installs it, for the message about a missing package.
 EXTRAS = {
     "ray": "ray",
@@ -102,7 +104,13 @@ def run_as_module(stage: str) -> NoReturn:
 
 def _run(stage: str, cfg: "Config", function: str) -> int:
     from jobs.base.stage_log import logged
+    from store.former_layout import is_former
 
+    if stage not in ANY_LAYOUT and cfg.place().is_local and is_former(cfg.place().path):
+        raise ValueError(
+            f"{cfg.place()} has the layout of an earlier release: run `flywheel migrate` with the "
+            "same settings, once"
+        )
     call = getattr(importlib.import_module(STAGES[stage][0]), function)
     summary = logged(cfg, stage, call) if function == "run" else call(cfg)
     if sys.stderr is not None:
