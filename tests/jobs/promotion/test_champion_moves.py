@@ -1,11 +1,10 @@
 """Changes of the champion under a lease: who waits, and what a holder that comes back can do."""
 
+import json
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -16,7 +15,8 @@ from jobs.base.config import load
 from jobs.promotion import champion_moves
 from jobs.promotion.champion_moves import promoting
 from jobs.registry.versions import FIELDS, SHA256, Registry
-from store.lease import Lost, lease, take
+from store.lease import Lost, lease
+from tests.helpers.mlflow_server import running
 from tests.helpers.promotion import (
     actions,
     aliases,
@@ -47,27 +47,16 @@ def test_a_promotion_that_waits_names_the_holder(cfg, monkeypatch):
         pass
 
 
-def expired(monkeypatch, seconds=0.3):
-    """Holders of leases that nothing extends, as if their processes were suspended."""
-
-    @contextmanager
-    def unkept(place):
-        held = take(place, wait=5.0, seconds=seconds)
-        yield held
-        held.release()
-
-    monkeypatch.setattr(champion_moves, "lease", unkept)
-
-
 @pytest.mark.parametrize("taken_over", [False, True])
-def test_a_holder_whose_lease_has_ended_changes_nothing(cfg, monkeypatch, taken_over):
+def test_a_holder_whose_lease_has_ended_changes_nothing(cfg, taken_over):
     promoted(cfg, "one", 1)
     two = make_drafter(cfg, "two", 2)
     before, known = aliases(cfg), actions(cfg)
     found = {name: Registry(cfg).current(name) for name in before}
-    expired(monkeypatch)
     with promoting(cfg) as moves:
-        time.sleep(0.4)
+        held = moves.decisions.held
+        held.release()
+        held.until = 0.0  # as after a suspension for longer than the lease
         if taken_over:
             with promoting(cfg) as later:
                 later.record("refuse", None, None, "c" * 64, "later", None)
@@ -98,7 +87,7 @@ from jobs.base.config import load
 from jobs.promotion import champion_moves
 from functools import partial
 from store.lease import lease
-champion_moves.lease = partial(lease, seconds=1.0)
+champion_moves.lease = partial(lease, seconds=3.0)
 decide = promote._decide
 def wait(*args):
     print("held", flush=True)
@@ -129,3 +118,37 @@ def test_a_promotion_that_was_suspended_finds_its_lease_gone(cfg, monkeypatch):
     assert b"Lost: " in error
     assert aliases(cfg) == {"champion": "1"}
     assert actions(cfg) == [("promote", None, "1")]
+
+
+@pytest.fixture
+def server(tmp_path_factory, empty_database):
+    with running(tmp_path_factory.mktemp("server"), empty_database) as url:
+        yield url
+
+
+@pytest.mark.slow
+def test_of_two_hosts_that_share_no_file_one_promotes(tmp_path, server, bucket):
+    """Both drafters were evaluated when there was no champion. Work is a bucket, the registry a
+    server, and each host has its own scratch folder.
+    """
+    words = [f"work={bucket}", f"mlflow.uri={server}", f"mlflow.model={tmp_path.name}"]
+    commands = []
+    for seed, name in enumerate(["one", "two"]):
+        cfg = load(None, [*words, f"scratch={tmp_path / name}"])
+        make_target(cfg)
+        folder = make_drafter(cfg, name, seed)
+        evaluate(cfg, folder)
+        shutil.rmtree(folder)
+        named = f"{bucket}/drafters/{name}"
+        commands.append([sys.executable, "-m", "jobs.promote", named, *words])
+        commands[-1].append(f"scratch={cfg.scratch}")
+    racers = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for c in commands]
+    outputs = [racer.communicate(timeout=250) for racer in racers]
+    assert sorted(r.returncode for r in racers) == [0, 1], outputs
+    found = {json.loads(out.splitlines()[-1])["decision"] for out, _ in outputs}
+    assert found == {"promoted", "refused"}
+    assert [action for action, _, _ in actions(cfg)] == ["promote", "refuse"]
+    stages = cfg.table("stages").read(["stage", "ok"]).to_pylist()
+    assert sorted(row["ok"] for row in stages) == [False, True]
+    [champion] = {number for _, _, number in actions(cfg)[:1]}
+    assert aliases(cfg)["champion"] == champion
