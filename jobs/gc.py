@@ -28,8 +28,7 @@ Garbage = list[tuple[Heap, list[Found]]]
 def plan(cfg: Config) -> dict[str, Any]:
     """What `run` would do; changes nothing."""
     scattered = _scattered(cfg)
-    rows = [[_name(t), n, size / MIB, "would be put together"] for t, n, size in scattered]
-    print_table("Small shards", ["table", "shards", "MiB", ""], rows)
+    _show_small([[_name(t), n, size / MIB, "would be put together"] for t, n, size in scattered])
     garbage = _garbage(cfg)
     _show(garbage, "would be removed")
     return {"stage": "gc", "plan": True, **_sums(garbage), "small": _names(scattered)}
@@ -44,8 +43,7 @@ def run(cfg: Config) -> dict[str, Any]:
     _check_days(cfg)
     with lease(cfg.place("leases", "gc"), wait=0.0):
         scattered = _scattered(cfg)
-        done = [[_name(t), n, size / MIB, _compacted(t)] for t, n, size in scattered]
-        print_table("Small shards", ["table", "shards", "MiB", ""], done)
+        _show_small([[_name(t), n, size / MIB, _compacted(t)] for t, n, size in scattered])
         garbage = _garbage(cfg)
         _show(garbage, "is removed")
         left = [note for heap, found in garbage if (note := _remove(heap, found))]
@@ -85,7 +83,17 @@ def _garbage(cfg: Config) -> Garbage:
     return [(heap, there) for heap in found if (there := heap.find())]
 
 
+def _show_small(rows: list[list[Any]]) -> None:
+    if rows:
+        print_table("Small shards", ["table", "shards", "MiB", ""], rows)
+    else:
+        console.print("no table has many small shards")
+
+
 def _show(garbage: Garbage, title: str) -> None:
+    if not garbage:
+        console.print(f"nothing {title}")
+        return
     rows = [
         [str(heap.place), len(found), _bytes(found) / MIB, found[0].name] for heap, found in garbage
     ]

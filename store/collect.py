@@ -6,7 +6,8 @@ from deltalake import DeltaTable, WriterProperties
 from deltalake.exceptions import CommitFailedError
 
 from store.place import Found
-from store.tables import Shard, Table, told
+from store.table_shards import Shard
+from store.tables import Table, told
 
 TARGET = 64 << 20
 """Bytes of a shard after compaction: to read one from a bucket takes about a second."""

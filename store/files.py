@@ -7,8 +7,8 @@ a dead writer's leftovers from a file that is being written right now.
 import fcntl
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,6 +56,25 @@ def commit(path: Path, write: Callable[[BinaryIO], object]) -> None:
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
+
+
+@contextmanager
+def exclusive(path: Path, holder: str) -> Iterator[str]:
+    """Hold the kernel lock on `path` while the block runs. If the process dies, the kernel releases
+    it. Yields "" if we have the lock, else the `holder` text of the process that has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.seek(0)
+            yield stream.read().strip() or "another process"
+            return
+        stream.truncate(0)
+        stream.write(holder)
+        stream.flush()
+        yield ""
 
 
 def sweep(folder: Path) -> int:

@@ -27,6 +27,8 @@ from store.place import Place
 
 SECONDS = 60.0
 """How long a holder that does not extend its lease keeps it."""
+WAIT = 1.5 * SECONDS
+"""How long a taker waits for a holder: longer than one that died can keep it."""
 KEPT = 3
 """Objects of a lease that stay: the latest numbers."""
 
@@ -72,7 +74,7 @@ class Lease:
 
 
 @contextmanager
-def lease(place: Place, wait: float = SECONDS, seconds: float = SECONDS) -> Iterator[Lease]:
+def lease(place: Place, wait: float = WAIT, seconds: float = SECONDS) -> Iterator[Lease]:
     """Hold the lease at `place` for the block, waiting up to `wait` seconds for another holder.
 
     A thread extends it. Raises ValueError naming the holder when the time is up. Clocks of hosts
@@ -87,7 +89,7 @@ def lease(place: Place, wait: float = SECONDS, seconds: float = SECONDS) -> Iter
         held.release()
 
 
-def take(place: Place, wait: float = SECONDS, seconds: float = SECONDS) -> Lease:
+def take(place: Place, wait: float = WAIT, seconds: float = SECONDS) -> Lease:
     """A lease that nothing extends but `Lease.extend`."""
     deadline = time.monotonic() + wait
     nonce = os.urandom(8).hex()

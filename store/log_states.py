@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from store.place import Place
 from store.schemas import LOGS, REJECTS, TIMESTAMP, TRAFFIC
-from store.tables import Shard, Table
+from store.table_shards import Shard
+from store.tables import Table
 
 
 @dataclass(frozen=True, slots=True)

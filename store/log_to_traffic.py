@@ -16,7 +16,8 @@ from store.log_files import on_disk, other_kind
 from store.log_formats import NotUsed, Outcome, Reject, Rules, parse_log
 from store.log_states import LogState, mark
 from store.place import Place
-from store.tables import Shard, Table
+from store.table_shards import Shard
+from store.tables import Table
 
 READING = 4
 """Version of the parsing. It goes up when the same bytes under the same rules give other rows; logs

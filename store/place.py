@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -183,27 +184,27 @@ class Place:
             self.write(file.relative_to(folder).as_posix(), file)
 
     def fetch(self, cache: Path) -> Path:
-        """This folder on the local disk: itself if it is local, else a copy below `cache`, made
-        anew if anything has changed. Raises FileNotFoundError for an empty folder.
+        """This folder on the local disk: itself if it is local, else a copy below `cache`, another
+        one if anything has changed. Raises FileNotFoundError for an empty folder.
         """
         if self.is_local:
             return self.path
         there = [(f.name, f.size, f.e_tag) for f in self.objects()]
         if not there:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        cache = cache / hashlib.sha256(str(self).encode()).hexdigest()[:12]
-        copy, known = cache / self.name, cache / ".known.json"
-        stamp = json.dumps(there)
-        if known.is_file() and known.read_text() == stamp and copy.is_dir():
-            return copy
-        known.unlink(missing_ok=True)
-        partial = cache / f".partial.{os.getpid()}"
-        shutil.rmtree(partial, ignore_errors=True)
-        for name, _, _ in there:
-            self.save(name, partial / name)
-        shutil.rmtree(copy, ignore_errors=True)
-        os.replace(partial, copy)
-        known.write_text(stamp)
+        copy = cache / hashlib.sha256(json.dumps([str(self), there]).encode()).hexdigest()[:12]
+        copy /= self.name
+        if not copy.is_dir():
+            partial = cache / f".partial.{os.urandom(4).hex()}"
+            for name, _, _ in there:
+                self.save(name, partial / name)
+            copy.parent.mkdir(exist_ok=True)
+            try:
+                os.replace(partial, copy)
+            except OSError:  # another process was first
+                if not copy.is_dir():
+                    raise
+                shutil.rmtree(partial)
         return copy
 
     def save(self, name: str, file: Path) -> None:
@@ -280,8 +281,7 @@ def told(place: Place, name: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
     except BaseError as error:
-        # Of a bulk deletion; and without keys, obstore asks the cloud's machine for some.
-        if "AccessDenied" in str(error) or "169.254.169.254" in str(error):
+        if is_denial(error):
             raise denied(where) from error
         text = first_line(error)
         if not place.is_local:
@@ -299,9 +299,28 @@ def denied(where: str) -> PermissionError:
     )
 
 
+DENIALS = (
+    "403 Forbidden",
+    "AccessDenied",
+    "ACCESS_DENIED",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "lacked the necessary privileges",
+    "169.254.169.254",  # where a library without keys asks the cloud's machine for some
+)
+
+
+def is_denial(error: Exception) -> bool:
+    """Whether an error says that the store refuses access; its type does not always say so."""
+    return any(sign in str(error) for sign in DENIALS)
+
+
 def first_line(error: Exception) -> str:
-    """The first line of an error's text; the rest is for developers of its library."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an error's text, without colours; the rest is for developers of its
+    library.
+    """
+    lines = re.sub(r"\x1b\[\d+m", "", str(error)).strip().splitlines()
+    return (lines or [type(error).__name__])[0]
 
 
 def read_json(

@@ -12,71 +12,27 @@ are as if made one after the other, whoever makes them. Old versions stay readab
 Any reader of Delta Lake can read these tables (docs/how-to/read-the-tables.md).
 """
 
-import hashlib
 import json
 import os
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
 from typing import Any
 
-import obstore
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
-from deltalake.transaction import AddAction, RemoveAction
 
-from store.place import Place, denied, first_line
+from store.place import Place, denied, first_line, is_denial
+from store.table_shards import Shard, added, live_shards, removed, write_shard
 
-ROW_GROUP_BYTES = 64 << 20
 TRIES = 60
 """Most attempts of one change. Each is lost only to a change of another writer."""
-MAX_STATISTIC = 64
-"""Most characters of a text in a shard's statistics."""
-LAST_CHARACTER = "\U0010ffff"
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A Parquet file of a table. By column: no value is below `low` or above `high`, and `nulls`
-    rows have none. Of a column that they lack, nothing is known.
-    """
-
-    name: str
-    bytes: int
-    rows: int
-    low: dict[str, Any]
-    high: dict[str, Any]
-    nulls: dict[str, int] = field(default_factory=dict)
-
-    def has_only(self, column: str, values: Collection[Any]) -> bool:
-        """Whether each row has the same value in this column, one of `values`."""
-        low, high = self.low.get(column), self.high.get(column)
-        same = low is not None and low == high and self.nulls.get(column) == 0
-        return same and low in values
-
-    def may_have(self, column: str, values: Collection[Any]) -> bool:
-        """Whether a row may have one of `values` in this column."""
-        if self.nulls.get(column) == self.rows:
-            return False
-        low, high = self.low.get(column), self.high.get(column)
-        return low is None or high is None or any(low <= value <= high for value in values)
-
-    def bounds(self, schema: pa.Schema) -> pc.Expression:
-        """What is known of every row, for a scanner that leaves out shards."""
-        known = pc.scalar(True)
-        for name in self.low.keys() & self.high.keys() & set(schema.names):
-            kind, column = schema.field(name).type, pc.field(name)
-            inside = column >= pa.scalar(self.low[name], kind)
-            inside &= column <= pa.scalar(self.high[name], kind)
-            known &= inside if self.nulls.get(name) == 0 else inside | column.is_null()
-        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +50,7 @@ class Table:
     def shards(self, version: int | None = None) -> dict[str, Shard]:
         """The shards of a version (default: the latest) by name."""
         found = self._open(version)
-        return {} if found is None else _shards(found)
+        return {} if found is None else live_shards(found)
 
     def note(self, version: int) -> dict[str, Any]:
         """What was noted with the commit of this version; {} for other commits."""
@@ -154,12 +110,12 @@ class Table:
             before = table.version()
             if expect is not None and before != expect:
                 raise Conflict(f"{self.place} has version {before}, not {expect}")
-            live = _shards(table)
+            live = live_shards(table)
             add, remove = change(live)
             if not (add or remove or empty):
                 return before
-            actions = [_added(shard) for shard in add]
-            actions += [_removed(live[name]) for name in remove]
+            actions = [added(shard) for shard in add]
+            actions += [removed(live[name]) for name in remove]
             if self._commit(table, actions, note or {}):
                 return before + 1
             if expect is not None:
@@ -178,7 +134,7 @@ class Table:
         form = ds.ParquetFileFormat()
         fragments = [
             form.make_fragment(f"{folder}/{shard.name}", files, shard.bounds(self.schema))
-            for shard in _shards(found).values()
+            for shard in live_shards(found).values()
         ]
         return ds.FileSystemDataset(fragments, self.schema, form, files)
 
@@ -307,93 +263,6 @@ class Conflict(OSError):
     """Another writer has committed since the version that a change was computed from."""
 
 
-def write_shard(place: Place, rows: pa.Table, metadata: dict[str, str] | None = None) -> Shard:
-    """Write rows as one Parquet object named after its bytes. If it is there already, it is written
-    again: what was written a moment ago is safe from `flywheel gc`.
-
-    zstd-1; dictionaries for strings only (tensor bytes do not repeat); row groups of about 64 MiB.
-    """
-    if metadata:
-        rows = rows.replace_schema_metadata(metadata)
-    strings = [f.name for f in rows.schema if pa.types.is_string(f.type)]
-    per_row = max(1, rows.nbytes // max(1, rows.num_rows))
-    sink = pa.BufferOutputStream()
-    pq.write_table(
-        rows,
-        sink,
-        compression="zstd",
-        compression_level=1,
-        use_dictionary=strings,  # pyright: ignore[reportArgumentType]
-        row_group_size=max(1, ROW_GROUP_BYTES // per_row),
-    )
-    data = sink.getvalue()
-    name = f"{hashlib.sha256(data).hexdigest()[:32]}.parquet"
-    place.write(name, obstore.Bytes(memoryview(data).cast("B")))
-    nulls = {column: rows[column].null_count for column in rows.column_names}
-    return Shard(name, data.size, rows.num_rows, *_extremes(rows), nulls)
-
-
-def _extremes(rows: pa.Table) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A lower and an upper bound of each column that Delta Lake has statistics of.
-
-    Readers of other make leave out shards that lack them, so each column has them in every shard,
-    or in none. Long texts are cut, as the format allows.
-    """
-    low: dict[str, Any] = {}
-    high: dict[str, Any] = {}
-    for column in rows.schema:
-        if not (pa.types.is_string(column.type) or pa.types.is_primitive(column.type)):
-            continue
-        ends = pc.min_max(rows[column.name]).as_py()  # pyright: ignore[reportAttributeAccessIssue]
-        least, most = ends["min"], ends["max"]
-        if least is None or least != least:
-            continue
-        if isinstance(most, str) and len(most) > MAX_STATISTIC:
-            most = max(most[:MAX_STATISTIC] + LAST_CHARACTER, most)
-        low[column.name] = least[:MAX_STATISTIC] if isinstance(least, str) else least
-        high[column.name] = most
-    return low, high
-
-
-def _shards(table: DeltaTable) -> dict[str, Shard]:
-    actions: Any = pa.table(table.get_add_actions(flatten=True))
-    found = {}
-    for row in actions.to_pylist():
-        known = [
-            {k.removeprefix(p): v for k, v in row.items() if k.startswith(p) and v is not None}
-            for p in ("min.", "max.", "null_count.")
-        ]
-        found[row["path"]] = Shard(row["path"], row["size_bytes"], row["num_records"], *known)
-    return found
-
-
-def _added(shard: Shard) -> AddAction:
-    ends = [{k: _plain(v) for k, v in side.items()} for side in (shard.low, shard.high)]
-    stats = {"numRecords": shard.rows, "minValues": ends[0], "maxValues": ends[1]}
-    stats["nullCount"] = shard.nulls
-    now = int(time.time() * 1000)
-    # The library reads escapes of characters from U+20000 on wrongly (1.6.6), hence none.
-    text = json.dumps(stats, ensure_ascii=False)
-    return AddAction(shard.name, shard.bytes, {}, now, True, text)
-
-
-def _removed(shard: Shard) -> RemoveAction:
-    return RemoveAction(
-        path=shard.name,
-        data_change=True,
-        deletion_timestamp=int(time.time() * 1000),
-        partition_values={},
-        size=shard.bytes,
-    )
-
-
-def _plain(value: Any) -> Any:
-    """A statistic as Delta Lake's JSON has it."""
-    if isinstance(value, datetime):
-        return value.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-    return value
-
-
 def _delta_fields(schema: pa.Schema) -> list[Any]:
     from deltalake import Schema
 
@@ -416,6 +285,6 @@ def told(place: Place, name: str = "") -> Iterator[None]:
         ) from error
     except (DeltaError, OSError, pa.ArrowInvalid) as error:
         text = first_line(error)
-        if any(word in str(error) for word in ("AccessDenied", "403", "PermissionDenied")):
+        if is_denial(error):
             raise denied(where) from error
         raise OSError(f"{where}: cannot be read or written ({text}); run again") from error

@@ -15,11 +15,12 @@ import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from jobs.base.config import Config, commented, load
 from jobs.base.console import visible
-from jobs.base.stage_log import logged
+
+if TYPE_CHECKING:  # it imports Arrow, which help does not need
+    from jobs.base.config import Config
 
 STAGES = {
     "target": ("jobs.target", "fetch and convert the demo target"),
@@ -54,6 +55,8 @@ POSITIONAL = {
 }
 # Stages with `plan(cfg)`: what `run` would do, for --plan.
 PLANNED = ("select", "train", "gc", "cache")
+# Stages that do not read what other stages wrote.
+ANY_LAYOUT = ("migrate", "doctor", "target")
 # Import name -> the extra that installs it, for the message about a missing package.
 EXTRAS = {
     "ray": "ray",
@@ -68,6 +71,8 @@ EXTRAS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one stage and return the exit code: 0 done, 1 not ok, 2 user error, 130 interrupted."""
     args = _parser().parse_intermixed_args(argv)
+    from jobs.base.config import commented, load
+
     try:
         if args.plan and args.stage not in PLANNED:
             raise ValueError(f"{args.stage} has no --plan; only {', '.join(PLANNED)}")
@@ -97,7 +102,15 @@ def run_as_module(stage: str) -> NoReturn:
     raise SystemExit(main([stage, *sys.argv[1:]]))
 
 
-def _run(stage: str, cfg: Config, function: str) -> int:
+def _run(stage: str, cfg: "Config", function: str) -> int:
+    from jobs.base.stage_log import logged
+    from store.former_layout import is_former
+
+    if stage not in ANY_LAYOUT and cfg.place().is_local and is_former(cfg.place().path):
+        raise ValueError(
+            f"{cfg.place()} has the layout of an earlier release: run `flywheel migrate` with the "
+            "same settings, once"
+        )
     call = getattr(importlib.import_module(STAGES[stage][0]), function)
     summary = logged(cfg, stage, call) if function == "run" else call(cfg)
     if sys.stderr is not None:

@@ -30,8 +30,8 @@ def setting(
     `minimum` bounds a number from below. `path` marks a path (or a list of them). It is made
     absolute once, while loading: `~` is expanded, and a relative path starts at the folder that the
     command runs in. So Ray workers with another working directory see the same place. `local` marks
-    a path that must not be a URL. `execution` marks a setting that changes how or where the work is done, not its result. Such a setting is
-    not part of a run's identity.
+    a path that must not be a URL. `execution` marks a setting that changes how or where the work is
+    done, not its result. Such a setting is not part of a run's identity.
     """
     metadata = {"help": help, "minimum": minimum, "path": path or local, "local": local}
     metadata["execution"] = execution

@@ -45,7 +45,9 @@ def logged(cfg: Config, stage: str, run: Callable[[Config], Summary]) -> Summary
     except Exception as error:
         cause = getattr(error, "cause", None)  # Ray wraps a task's error in a remote traceback
         told = first_line(cause if isinstance(cause, Exception) else error)
-        _add(cfg, stage, started, False, {"error": told})
+        place = cfg.place()
+        if not place.is_local or place.path.is_dir():  # a misspelled work folder stays absent
+            _add(cfg, stage, started, False, {"error": told})
         raise
     _add(cfg, stage, started, summary.get("ok", True), summary)
     return summary
@@ -66,8 +68,6 @@ def shortened(summary: Summary) -> str:
 
 
 def _add(cfg: Config, stage: str, started: datetime, ok: bool, summary: Summary) -> None:
-    if not ok and cfg.place().is_local and not cfg.place().path.is_dir():
-        return  # a misspelled work folder stays absent
     row = {
         "stage": stage,
         "started_at": started,

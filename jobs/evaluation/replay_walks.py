@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -13,7 +14,7 @@ from dflash.model import Drafter, new_drafter
 from dflash.replay import Recorded, replay, replay_many
 from jobs.base.config import Config
 from jobs.base.drafter_shape import drafter_config
-from jobs.dataset.samples import CACHE_BYTES, selected
+from jobs.dataset.samples import CACHE_BYTES, selected, with_tokens
 from jobs.dataset.slices import Row
 from jobs.evaluation.drafters import (
     Borrowed,
@@ -25,6 +26,8 @@ from store.leakage import leaking
 from store.schemas import TRAFFIC
 from store.traffic_table import tokens_of
 
+PROMPT = ("prompt_ids",)
+
 
 def leaks(cfg: Config, rows: list[Row], sides: Sequence[Side]) -> dict[str, int]:
     """How many of the held-out rows share their text with what these drafters may have learned: the
@@ -32,16 +35,18 @@ def leaks(cfg: Config, rows: list[Row], sides: Sequence[Side]) -> dict[str, int]
     """
     names = [*(side.folder.name for side in sides), Path(cfg.train.base).name]
     pinned = set().union(*(learned(cfg, name) for name in names if name))
-    pinned |= set(selected(cfg, "train")["sample_id"].to_pylist())
-    known = leaking(_prompts(cfg, pinned), _prompts(cfg, {row["sample_id"] for row in rows}))
+    mine = pa.array(sorted(pinned), pa.string())
+    train = (pc.field("split") == "train") | pc.field("sample_id").isin(mine)
+    chosen = selected(cfg).filter(train)
+    batches = [*with_tokens(cfg, chosen, PROMPT)]
+    if gone := pinned.difference(chosen["sample_id"].to_pylist()):  # from a later selection
+        batches += tokens_of(cfg.table("traffic"), sorted(gone), PROMPT)
+    schema = pa.schema([TRAFFIC.field(name) for name in ("sample_id", *PROMPT)])
+    asked = [{name: row[name] for name in schema.names} for row in rows]
+    known = leaking(
+        pa.Table.from_batches(batches, schema), pa.Table.from_pylist(asked, schema=schema)
+    )
     return {"leaking": len(known), "samples": len(rows)}
-
-
-def _prompts(cfg: Config, names: set[str]) -> pa.Table:
-    """sample_id and prompt_ids of these samples, as far as traffic/ has them."""
-    schema = pa.schema([TRAFFIC.field("sample_id"), TRAFFIC.field("prompt_ids")])
-    found = tokens_of(cfg.table("traffic"), sorted(names), ["prompt_ids"])
-    return pa.Table.from_batches(found, schema)
 
 
 def draftable(drafter: Drafter, head: Tensor, requests: Sequence[Recorded]) -> float:

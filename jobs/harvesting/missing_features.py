@@ -26,7 +26,7 @@ from store.rates import exceeds
 from store.schemas import features_schema
 from store.set_aside import read_set_aside, write_set_aside
 from store.shard_repair import mend
-from store.tables import Shard
+from store.table_shards import Shard
 
 SAMPLE = ["sample_id", "domain", "temperature", "shaped"]
 CHUNK = [*SAMPLE, "prompt_ids", "output_ids"]

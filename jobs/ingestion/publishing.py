@@ -16,7 +16,8 @@ from store.lease import Lease
 from store.log_states import LogState, States, to_rows
 from store.log_to_traffic import READING
 from store.place import Place
-from store.tables import Shard, Table
+from store.table_shards import Shard
+from store.tables import Table
 
 TRASH = "replaced"
 """Folder of the markers with the names of shards that are to be deleted."""

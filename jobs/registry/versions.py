@@ -2,7 +2,8 @@
 
 The files of a version are artifacts of a run. They are uploaded, read back and compared before the
 version is created, and every reader compares them again. MLflow's aliases have no compare-and-set
-and no history, so whoever moves one holds a lease and writes a record (jobs/promotion). Readers get a version number and its folder from `resolve`.
+and no history, so whoever moves one holds a lease and writes a record (jobs/promotion). Readers get
+a version number and its folder from `resolve`.
 """
 
 import contextlib

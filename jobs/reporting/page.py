@@ -39,11 +39,11 @@ def publish(cfg: Config, drafter_sha256: str) -> str | None:
         ) from error
     place, file = cfg.place("reports"), f"{name}.html"
     place.write(file, data)
-    path = place_of(str(cfg.path("reports")))
-    if not place.is_local:
-        path.write(file, data)
-    attach(cfg, name, path.path / file, "reports")
-    return str(path.path / file)
+    here = place if place.is_local else place_of(str(cfg.path("reports")))
+    if here != place:
+        here.write(file, data)
+    attach(cfg, name, here.path / file, "reports")
+    return str(here.path / file)
 
 
 def render(cfg: Config, facts: Facts) -> str:

@@ -78,8 +78,8 @@ def scratch_heaps(cfg: Config) -> Iterator[Heap]:
 
 
 def regression(cfg: Config) -> Config:
-    """The inner run whose traffic are the answers to regression prompts."""
-    return replace(cfg, work=str(cfg.place("regression")))
+    """The inner run with the features of regression sets (jobs/evaluation/regression_sets.py)."""
+    return replace(cfg, work=str(cfg.place("regression")), scratch=str(cfg.path("regression")))
 
 
 def unlisted(place: Place, index: Table, days: float, keep: Collection[int]) -> list[Found]:

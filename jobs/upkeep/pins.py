@@ -11,6 +11,9 @@ from jobs.training.runs import VERSIONS
 from jobs.training.states import is_unfinished
 from store.place import Place, first_line
 
+FORMER = "pin-former-"
+"""How names of pins begin that `flywheel migrate` wrote: their runs cannot go on."""
+
 
 def kept_versions(cfg: Config) -> dict[str, set[int]]:
     """The versions of each table that a pin names; gc keeps them, whether the run has ended or not.
@@ -34,7 +37,8 @@ def unfinished_samples(cfg: Config) -> pa.Array:
     """Ids of the samples of every run that can go on, each once."""
     found = [pa.array([], pa.string())]
     for place, name in _pins(cfg):
-        if is_unfinished(cfg, name.partition("/")[0]):
+        run, _, file = name.partition("/")
+        if not file.startswith(FORMER) and is_unfinished(cfg, run):
             try:
                 rows = pq.read_table(place.open(name), columns=["sample_id"])
             except pa.ArrowInvalid as error:

@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+from jobs.base.config import load
+
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 COMMON = [
@@ -132,6 +134,12 @@ def test_the_summary_has_what_the_readme_promises(summary, work):
     assert (work / summary["report"]).read_text().startswith("<!doctype html>")
 
 
+def test_every_stage_left_a_row(summary, work):
+    rows = load(None, [f"work={work}"]).table("stages").read(["stage", "ok"]).to_pylist()
+    done = {row["stage"] for row in rows if row["ok"]}
+    assert done == {"ingest", "select", "harvest", "train", "evaluate", "promote", "verify"}
+
+
 def test_a_second_run_reuses_everything(summary, work, dtype):
     if dtype != "float32":
         pytest.skip("the same code: once is enough")
@@ -144,7 +152,7 @@ def test_a_second_run_reuses_everything(summary, work, dtype):
 
 def written_at(work):
     """When captured logs, traffic, features, training states and drafters were written."""
-    names = ("capture", "traffic", "features", "runs", "drafters")
+    names = ("capture", "traffic", "selection", "features", "runs", "drafters")
     files = [path for name in names for path in (work / name).rglob("[!.]*.*")]
     kinds = {path.suffix for path in files}
     assert {".jsonl", ".parquet", ".pt", ".safetensors"} <= kinds

@@ -24,6 +24,7 @@ from jobs.evaluation import drafters, regression_sets
 from jobs.evaluation.prompt_files import read_prompts
 from jobs.evaluation.replay_walks import untrained_walks
 from jobs.promotion.gate import refusals
+from jobs.reporting.facts import pick
 from tests.helpers.tables import put_rows
 from tests.helpers.work import RIVAL_SETTINGS
 
@@ -73,22 +74,22 @@ def test_samples_that_traffic_has_often_count_as_often(work, tmp_path):
     for i, row in enumerate(rows):
         row["repeat_count"] = 1 + 10 * (i % 2)
     put_rows(cfg, "selection", rows)
-    found = evaluate.run(cfg)["tau"]
-    walked = [r for r in cfg.table("acceptance").read().to_pylist() if r["k"] == 4]
+    result = evaluate.run(cfg)
+    found, mine = result["tau"], {"k": 4, "drafter_version": result["drafter_sha256"][:12]}
+    walked = pick(cfg.table("acceptance").read().to_pylist(), **mine)
     repeated = [r["accepted"] for r in walked for _ in range(r["repeat_count"])]
     assert len(repeated) == 8 + 8 * 11
     assert found["weighted"] == pytest.approx(tau(repeated)) != found["pooled"]
     for name, weighted in found["weighted_domains"].items():
-        mine = [r for r in walked if r["domain"] == name]
+        part = pick(walked, domain=name)
         assert weighted == pytest.approx(
-            tau([r["accepted"] for r in mine for _ in range(r["repeat_count"])])
+            tau([r["accepted"] for r in part for _ in range(r["repeat_count"])])
         )
-    [total] = [
-        r for r in queries.ask(cfg, BY_DOMAIN).to_pylist() if r["domain"] == "(all)" and r["k"] == 4
-        and r["temperature"] == 0
-    ]
-    greedy = [r["accepted"] for r in walked if not r["temperature"] for _ in range(r["repeat_count"])]
-    assert total["tau_weighted"] == pytest.approx(tau(greedy))
+    mine |= {"domain": "(all)", "temperature": 0.0}
+    [total] = pick(queries.ask(cfg, BY_DOMAIN).to_pylist(), **mine)
+    greedy = pick(walked, temperature=0.0)
+    repeated = [row["accepted"] for row in greedy for _ in range(row["repeat_count"])]
+    assert total["tau_weighted"] == pytest.approx(tau(repeated))
 
 
 def test_what_a_pinned_run_learned_before_it_moved_to_test_is_a_leak(work, monkeypatch):

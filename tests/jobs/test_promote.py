@@ -3,15 +3,10 @@
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 
 import pyarrow as pa
 import pytest
@@ -22,13 +17,10 @@ from dflash.identity import legacy_target_id
 from jobs import promote, rollback
 from jobs.base import cli
 from jobs.base.config import load
-from jobs.promotion import champion_moves
-from jobs.promotion.champion_moves import promoting
 from jobs.proof import kept_results
 from jobs.registry import versions
 from jobs.registry.versions import Registry
 from store import promotions
-from store.lease import Lost, lease, take
 from store.place import write_json
 from store.schemas import PROMOTIONS
 from tests.helpers.promotion import (
@@ -287,130 +279,6 @@ def test_interrupted_before_the_record_is_completed_by_the_next_run(cfg, monkeyp
     assert aliases(cfg) == {"champion": "1"}
     assert actions(cfg) == [("promote", None, "1")]
     assert "interrupted" in promotions.read(cfg.table("promotions"))[0]["reason"]
-
-
-def test_a_promotion_that_waits_names_the_holder(cfg, monkeypatch):
-    monkeypatch.setattr(champion_moves, "lease", partial(lease, wait=0.1))
-    with (
-        promoting(cfg),
-        pytest.raises(ValueError, match=r"another promotion is running: .* is held by .*@"),
-        promoting(cfg),
-    ):
-        pass
-    with promoting(cfg):
-        pass
-
-
-def expired(monkeypatch, seconds=0.3):
-    """Holders of leases that nothing extends, as if their processes were suspended."""
-
-    @contextmanager
-    def unkept(place):
-        held = take(place, wait=5.0, seconds=seconds)
-        yield held
-        held.release()
-
-    monkeypatch.setattr(champion_moves, "lease", unkept)
-
-
-@pytest.mark.parametrize("taken_over", [False, True])
-def test_a_holder_whose_lease_has_ended_changes_nothing(cfg, monkeypatch, taken_over):
-    first, _ = promoted(cfg, "one", 1)
-    before, known = aliases(cfg), actions(cfg)
-    found = {name: Registry(cfg).current(name) for name in before}
-    expired(monkeypatch)
-    with promoting(cfg) as moves:
-        time.sleep(0.4)
-        if taken_over:
-            with promoting(cfg) as later:
-                later.record("refuse", None, None, "c" * 64, "later", None)
-            known = actions(cfg)
-        version = found["champion"]
-        assert version is not None
-        calls = [
-            lambda: moves.move("rollback", version, version, "late", None),
-            lambda: moves.record("refuse", None, None, "d" * 64, "late", None),
-            lambda: moves.registry.set_alias("champion", version),
-            lambda: moves.registry.drop_alias("champion", version),
-            lambda: moves.registry.mark_bad(version, "late"),
-            lambda: moves.registry.register(make_drafter(cfg, "two", 2), tags_of(first)),
-        ]
-        for call in calls:
-            with pytest.raises(Lost, match="run the same command again"):
-                call()
-    assert (aliases(cfg), actions(cfg)) == (before, known)
-    assert Registry(cfg).get("2") is None
-    assert not version.bad
-
-
-def tags_of(folder):
-    return {versions.SHA256: "e" * 64, versions.FIELDS: "{}", "drafter.name": folder.name}
-
-
-def test_a_record_that_was_late_by_a_hair_is_fenced(work_url, monkeypatch):
-    """Suspended after its last look at the lease, right before the commit."""
-    cfg = load(None, [f"work={work_url}"])
-    table, place = cfg.table("promotions"), cfg.place("leases", "promotion")
-    early = promotions.Decisions(table, take(place, seconds=0.2))
-    time.sleep(0.3)
-    monkeypatch.setattr(early.held, "check", lambda: None)
-    later = promotions.Decisions(table, take(place))
-    with pytest.raises(Lost, match="a later holder has begun"):
-        early.append({"action": "promote", "to_version": "1"})
-    assert later.append({"action": "refuse"})["number"] == 1
-    assert later.append({"action": "promote"})["lease"] == later.held.number == 2
-    promotions.append(table, {"action": "refuse"})  # a migration, say: no lease, no harm
-    assert later.append({"action": "promote"})["number"] == 4
-    assert [r["lease"] for r in promotions.read(table)] == [2, 2, None, 2]
-
-
-def test_twenty_racing_decisions_get_twenty_numbers(work_url):
-    table = load(None, [f"work={work_url}"]).table("promotions")
-    with ThreadPoolExecutor(20) as pool:
-        list(pool.map(lambda i: promotions.append(table, {"action": f"a{i}"}), range(20)))
-    rows = promotions.read(table)
-    assert [row["number"] for row in rows] == list(range(1, 21))
-    assert {row["action"] for row in rows} == {f"a{i}" for i in range(20)}
-
-
-SUSPENDED = """
-import sys
-from jobs import promote
-from jobs.base.config import load
-from jobs.promotion import champion_moves
-from functools import partial
-from store.lease import lease
-champion_moves.lease = partial(lease, seconds=1.0)
-decide = promote._decide
-def wait(*args):
-    print("held", flush=True)
-    sys.stdin.readline()
-    return decide(*args)
-promote._decide = wait
-print(promote.run(load(None, sys.argv[1:]))["decision"])
-"""
-
-
-@pytest.mark.slow
-def test_a_promotion_that_was_suspended_finds_its_lease_gone(cfg, monkeypatch):
-    folder, other = make_drafter(cfg, "one", 1), make_drafter(cfg, "two", 2)
-    for one in (folder, other):
-        evaluate(cfg, one)
-    command = [sys.executable, "-c", SUSPENDED, f"work={cfg.work}", f"promote.drafter={folder}"]
-    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-    with subprocess.Popen(command, **pipes) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
-        process.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr(champion_moves, "lease", partial(lease, wait=30.0))
-        summary = promote.run(cfg.override("promote", drafter=str(other)))
-        process.send_signal(signal.SIGCONT)
-        _, error = process.communicate(b"\n", timeout=60)
-    assert summary["decision"] == "promoted"
-    assert process.returncode == 1
-    assert b"Lost: " in error
-    assert aliases(cfg) == {"champion": "1"}
-    assert actions(cfg) == [("promote", None, "1")]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -75,8 +76,8 @@ def page(tmp_path_factory, rivals):
     reference_check.check_reference(cfg, work / "drafters" / "known", load_requests(cfg, "test")[0])
     path = publish(cfg, found["drafter_sha256"])
     assert path is not None
-    assert str(path) == found["report"], "evaluate has written it, too"
-    return path
+    assert path == found["report"], "evaluate has written it, too"
+    return Path(path)
 
 
 @pytest.fixture(scope="module")

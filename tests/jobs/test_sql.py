@@ -11,6 +11,7 @@ import pytest
 from dflash import acceptance
 from jobs.base import cli
 from jobs.base.config import load
+from jobs.base.stage_log import logged
 from jobs.dataset import queries
 from store import promotions
 from store.schemas import ACCEPTANCE, SELECTION, TRAFFIC
@@ -265,6 +266,12 @@ def test_repeats_have_a_tau_of_their_own(cfg):
     row = ask(cfg, "tau_by_domain_and_version")[0]
     assert row["tau_tokens_per_round"] == pytest.approx(acceptance.tau(accepted))
     assert row["tau_weighted"] == pytest.approx(acceptance.tau_weighted(accepted, counts))
+
+
+def test_what_was_run_can_be_asked_for(cfg):
+    logged(cfg, "gc", lambda cfg: {"deleted": 3})
+    query = "select stage, ok, (summary ->> 'deleted')::int as deleted from stages"
+    assert queries.ask(cfg, query).to_pylist() == [{"stage": "gc", "ok": True, "deleted": 3}]
 
 
 def test_questions_are_listed(cfg, capsys):

@@ -11,50 +11,64 @@ import pytest
 from store.groups import beginnings
 from store.ids import prompt_conversation, sample_id, split_of
 from store.leakage import leaking
+from store.place import place_of
 from store.schemas import TRAFFIC
-from store.shards import write_manifest, write_shard
-from store.traffic_table import read_traffic, regroup
+from store.tables import Table
+from store.traffic_table import regroup, tokens_of
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def row(sample, second=0, repeats=1, split="train", target="t"):
+def row(sample, second=0, repeats=1, split="train"):
     return dict.fromkeys(TRAFFIC.names) | {
         "sample_id": sample,
         "captured_at": START + timedelta(seconds=second),
         "conversation_id": f"c{second}",
         "repeat_count": repeats,
         "split": split,
-        "target_id": target,
+        "target_id": "t",
         "output_ids": [1],
         "loss_mask": [{"start": 0, "end": 1}],
     }
 
 
-def publish(folder, key, rows):
-    table = pa.Table.from_pylist(rows, schema=TRAFFIC)
-    write_manifest(folder, key, [write_shard(folder / f"{key}.parquet", table)], {})
-
-
-def test_repeats_across_shards_are_merged_and_the_earliest_row_stays(tmp_path):
-    publish(tmp_path, "a", [row("x", 5, 2, "test"), row("y", 1)])
-    publish(tmp_path, "b", [row("x", 3, 4, "train")])
-    table = read_traffic(tmp_path)
+def test_repeats_are_merged_and_the_earliest_row_stays():
+    rows = [row("x", 5, 2, "test"), row("y", 1), row("x", 3, 4, "train")]
+    table = read(rows)
     assert table.schema == TRAFFIC
     assert table["sample_id"].to_pylist() == ["x", "y"]
     assert table["repeat_count"].to_pylist() == [6, 1]
     assert table["conversation_id"].to_pylist() == ["c3", "c1"]
-    assert read_traffic(tmp_path, split="test").num_rows == 0
+    assert table["split"].to_pylist() == ["train", "train"]
+    assert read([]).schema == TRAFFIC
 
 
-def test_selection_by_target(tmp_path):
-    publish(tmp_path, "a", [row("x"), row("z", target="other")])
-    assert read_traffic(tmp_path, target_id="t")["sample_id"].to_pylist() == ["x"]
-    assert read_traffic(tmp_path)["sample_id"].to_pylist() == ["x", "z"]
+def test_tokens_are_those_of_the_named_samples_once_each(work_url):
+    table = Table(place_of(work_url) / "traffic", TRAFFIC)
+    for rows in ([row("x", 5), row("y", 100)], [row("x", 3), row("z", 200)]):
+        table.append(pa.Table.from_pylist(rows, schema=TRAFFIC))
+
+    def found(names, **bounds):
+        batches = tokens_of(table, names, ["output_ids"], **bounds)
+        rows = [row for batch in batches for row in batch.to_pylist()]
+        return sorted((row["sample_id"], row["output_ids"]) for row in rows)
+
+    assert found(["x", "z", "absent"]) == [("x", [1]), ("z", [1])]
+    assert found([]) == []
+    late = START + timedelta(seconds=50)
+    assert found(["x", "y", "z"], since=late) == [("y", [1]), ("z", [1])]
+    assert found(["x", "y", "z"], until=late) == [("x", [1])]
 
 
-def test_nothing_published(tmp_path):
-    assert read_traffic(tmp_path / "none", "t", "train").schema == TRAFFIC
+def test_a_side_of_an_earlier_selection_stays_unless_training_needs_it():
+    rows = [sample([*range(10, 15 + i)], second=i) for i in range(3)]  # one group: prefixes
+    alone = sides(read(rows))
+    [side] = set(alone.values())
+    first = rows[0]["sample_id"]
+    for earlier in ("train", "val", "test"):
+        table = regroup(pa.Table.from_pylist(rows, schema=TRAFFIC), set(), {first: earlier})
+        nearer = min(side, earlier, key=["train", "val", "test"].index)
+        assert set(sides(table).values()) == {nearer}
 
 
 # A chat template as token ids: 1 opens a turn, 2 ends it, 3 is a newline, 5 user, 6 assistant.

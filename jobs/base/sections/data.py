@@ -11,7 +11,12 @@ from store.tables import KEPT_DAYS
 class Ingest:
     """Request logs to traffic/."""
 
-    logs: list[str] = setting([], "log files, folders or globs; empty: <work>/capture", path=True)
+    logs: list[str] = setting(
+        [],
+        "log files, folders or globs, local or as URLs (s3://bucket/logs/); empty: capture/ in the "
+        "scratch folder",
+        path=True,
+    )
     default_domain: str = setting("default", "domain of a request that names none")
     models: list[str] = setting(
         [], "model names the target answers under; empty: the one name that the logs hold"

@@ -46,8 +46,9 @@ def test_a_folder_in_a_bucket_is_copied_once_and_anew_when_it_changes(cfg):
     assert (local_folder(cfg, str(place)) / "mine").is_file()
     put(place, "anew")
     again = local_folder(cfg, f"{place}/")
-    assert (again, (again / "config.json").read_text()) == (first, "anew")
+    assert (again.name, (again / "config.json").read_text()) == ("one", "anew")
     assert not (again / "mine").exists()
+    assert (first / "config.json").read_text() == "{}", "somebody may be reading it"
     assert again.is_relative_to(cfg.path())
 
 

@@ -158,8 +158,8 @@ def test_what_was_made_under_the_former_identity_is_told_from_another_target(wor
     write_traffic(cfg, [[5, 6, 7]], former)
     write_evaluation(cfg, work / "drafters" / "d", former)
     fixes = [c.fix for c in check_folder(cfg, work / "drafters" / "d") if c.status == "fail"]
-    assert len(fixes) == 2
-    assert all("former id: ingest, harvest and evaluate again" in str(fix) for fix in fixes)
+    known = [fix for fix in fixes if "former id: ingest, harvest and evaluate again" in str(fix)]
+    assert len(known) == 2
 
 
 @pytest.mark.parametrize(

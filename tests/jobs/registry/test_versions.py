@@ -3,14 +3,9 @@
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from dataclasses import replace
-from urllib.error import URLError
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -29,6 +24,7 @@ from jobs.tracking.mlflow_client import MlflowFault
 from jobs.tracking.mlflow_runs import Tracker, attach, metric_name
 from store.lease import who
 from tests.helpers import promotion
+from tests.helpers.mlflow_server import running
 from tests.helpers.promotion import aliases, make_drafter, make_target, opened, promoted
 from tests.helpers.work import RIVAL_SETTINGS
 
@@ -54,36 +50,8 @@ def kept(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(kept, empty_database):
-    """An MLflow server that keeps artifacts, as a team runs it; ends with the module."""
-    shutil.copy(empty_database, kept / "mlflow.db")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--backend-store-uri", f"sqlite:///{kept}/mlflow.db"]
-    command += ["--artifacts-destination", str(kept / "artifacts"), "--workers", "1"]
-    with (
-        (kept / "log").open("w") as log,
-        subprocess.Popen(
-            command, cwd=kept, stdout=log, stderr=log, start_new_session=True
-        ) as process,
-    ):
-        try:
-            wait_for(f"http://127.0.0.1:{port}/health", process)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_for(url, process):
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except (URLError, OSError):
-            time.sleep(0.2)
-    raise AssertionError(f"{url} did not answer")
+    with running(kept, empty_database) as url:
+        yield url
 
 
 @pytest.fixture
@@ -129,34 +97,6 @@ def test_promotion_through_a_server(remote):
     source = Registry(remote).client.get_model_version(remote.mlflow.model, "3").source
     assert str(source).startswith("mlflow-artifacts:/")
     assert drafter_sha256(opened(remote, "champion")[1]) == drafter_sha256(third)
-
-
-@pytest.mark.slow
-def test_of_two_hosts_that_share_no_file_one_promotes(tmp_path, server, bucket):
-    """Both drafters were evaluated when there was no champion. Work is a bucket, the registry a
-    server, and each host has its own scratch folder.
-    """
-    words = [f"work={bucket}", f"mlflow.uri={server}", f"mlflow.model={tmp_path.name}"]
-    commands = []
-    for seed, name in enumerate(["one", "two"]):
-        cfg = load(None, [*words, f"scratch={tmp_path / name}"])
-        make_target(cfg)
-        folder = make_drafter(cfg, name, seed)
-        promotion.evaluate(cfg, folder)
-        shutil.rmtree(folder)
-        named = f"{bucket}/drafters/{name}"
-        commands.append([sys.executable, "-m", "jobs.promote", named, *words])
-        commands[-1].append(f"scratch={cfg.scratch}")
-    racers = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for c in commands]
-    outputs = [racer.communicate(timeout=250) for racer in racers]
-    assert sorted(r.returncode for r in racers) == [0, 1], outputs
-    found = {json.loads(out.splitlines()[-1])["decision"] for out, _ in outputs}
-    assert found == {"promoted", "refused"}
-    assert [action for action, _, _ in promotion.actions(cfg)] == ["promote", "refuse"]
-    stages = cfg.table("stages").read(["stage", "ok"]).to_pylist()
-    assert sorted(row["ok"] for row in stages) == [False, True]
-    [champion] = {number for _, _, number in promotion.actions(cfg)[:1]}
-    assert aliases(cfg)["champion"] == champion
 
 
 def test_the_download_is_verified_each_time_and_fetched_anew_if_it_changed(remote, kept):
