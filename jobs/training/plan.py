@@ -209,11 +209,13 @@ def disk_plan(cfg: Config, shape: DrafterConfig) -> dict[str, int]:
     train = cfg.train
     model = model_bytes(shape, train.optimizer, 1, train.lora_rank, tuple(train.lora_targets))
     state = (3 if train.ema else 2) * model["weights"] + model["optimizer"]
+    scratch = cfg.path()
+    there = next(folder for folder in (scratch, *scratch.parents) if folder.is_dir())
     return {
         "one state": state,
         "states kept": KEEP * state,
         "drafter": model["weights"] // 4 * export_dtype(cfg).itemsize,
-        "free": shutil.disk_usage(cfg.path()).free,
+        "free": shutil.disk_usage(there).free,
     }
 
 

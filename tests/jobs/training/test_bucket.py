@@ -92,7 +92,7 @@ def test_a_state_that_the_bucket_does_not_take_is_no_state(lake, harvested, tmp_
 
     with monkeypatch.context() as patch:
         patch.setattr(Place, "write", write)
-        with pytest.raises(ValueError, match="does not answer"):
+        with pytest.raises(OSError, match="does not answer"):
             train.run(cfg)
     assert not list(cfg.path("runs").glob("*/step-*"))
     assert train.run(cfg)["best_val_tau"] >= 1.0
