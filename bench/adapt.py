@@ -19,15 +19,15 @@ from matplotlib.figure import Figure
 
 from bench.domains import prompts as more_prompts
 from bench.harness import cpu_name, report
-from jobs import evaluate, harvest, ingest, target, traffic, train
+from jobs import evaluate, harvest, ingest, select, target, traffic, train
 from jobs.base.cluster import cluster
 from jobs.base.config import Config, load
 from jobs.base.console import print_table
 from jobs.demo_data.prompts import Prompt, prompts
-from jobs.training.states import read_result, states_folder
+from jobs.training.states import read_result
 from store.files import commit
 from store.ids import split_of
-from store.place import place_of, write_json
+from store.place import place_of, read_json, write_json
 
 OLD, NEW = ("tickets", "general", "reviews"), "sql"
 PROMPTS = {"tickets": 160, "general": 85, "reviews": 200, NEW: 2700}
@@ -94,6 +94,7 @@ def collect(study: Study) -> list[dict[str, Any]]:
     traffic.send(cfg, [p for domain, count in PROMPTS.items() for p in ask(domain, count)])
     with cluster(cfg):
         ingest.run(cfg)
+        select.run(cfg)
         harvest.run(cfg)
     paths = sorted(cfg.path("capture").glob("[!.]*.jsonl"))
     return [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
@@ -110,8 +111,9 @@ def share(study: Study, name: str, lines: list[dict[str, Any]], tokens: int) -> 
     """
     cfg = study.config(name)
     cfg.path("capture").mkdir(parents=True, exist_ok=True)
-    if not cfg.path("features").exists():
-        os.symlink(study.folder / "all" / "features", cfg.path("features"))
+    for made in ("features", "feature_index", "set_aside"):
+        if not cfg.path(made).is_symlink():
+            os.symlink(study.folder / "all" / made, cfg.path(made))
     kept, used = [], 0
     for line in sorted(lines, key=lambda line: line["conversation_id"]):
         shares = (cfg.ingest.val_percent, cfg.ingest.test_percent)
@@ -128,10 +130,16 @@ def share(study: Study, name: str, lines: list[dict[str, Any]], tokens: int) -> 
     text = "\n".join(kept).encode() + b"\n"
     subset = cfg.path("capture", "subset.jsonl")
     if not subset.is_file() or subset.read_bytes() != text:
-        for made in ("traffic", "rejects"):  # else ingest keeps samples of the former subset
+        for made in (
+            "traffic",
+            "rejects",
+            "logs",
+            "selection",
+        ):  # else ingest keeps samples of the former subset
             shutil.rmtree(cfg.path(made), ignore_errors=True)
         commit(subset, lambda stream: stream.write(text))
     ingest.run(cfg)
+    select.run(cfg)
 
 
 def number(line: dict[str, Any]) -> int:
@@ -144,12 +152,11 @@ def score(
 ) -> dict[str, Any]:
     """Replayed tau of a drafter by domain, on the held-out conversations."""
     cfg = study.config(name)
-    path = cfg.path("evaluations", f"{trained['name']}.json")
-    if not path.is_file():
-        evaluate.run(cfg.override("evaluate", drafter=trained["folder"]))
-    taus = json.loads(path.read_bytes())["tau"]["domains"]
-    metrics = read_result(states_folder(cfg, trained["name"]))
-    return {"recipe": recipe, "tokens": tokens, "tau": taus, "seconds": metrics["seconds"]}
+    evaluation = read_json(cfg.place("evaluations"), f"{trained['name']}.json")
+    if evaluation is None:
+        evaluation = evaluate.run(cfg.override("evaluate", drafter=trained["folder"]))
+    taus, seconds = evaluation["tau"]["domains"], read_result(cfg, trained["name"])["seconds"]
+    return {"recipe": recipe, "tokens": tokens, "tau": taus, "seconds": seconds}
 
 
 def finish(study: Study, found: list[dict[str, Any]]) -> None:

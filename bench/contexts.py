@@ -17,13 +17,13 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from bench.harness import cpu_name, report
-from jobs import evaluate, harvest, ingest, traffic, train
+from jobs import evaluate, harvest, ingest, select, traffic, train
 from jobs.base.cluster import cluster
 from jobs.base.config import Config, load
 from jobs.base.console import print_table
 from jobs.demo_data.prompts import Prompt, prompts
 from jobs.evaluation import drafters
-from store.place import write_json
+from store.place import read_json, write_json
 
 LONG, EARLIER, CONVERSATIONS = "long", 8, 150
 RECIPES = {"no mix": [], "mix 0.5": ["train.mix=0.5"]}
@@ -47,6 +47,7 @@ def main() -> None:
     traffic.send(cfg, long_prompts(demo))
     with cluster(cfg):
         ingest.run(cfg)
+        select.run(cfg)
         harvest.run(cfg)
         found = {"base": score(cfg, base)}
         for name, more in RECIPES.items():
@@ -89,10 +90,10 @@ def after(earlier: list[tuple[Prompt, str]], prompt: Prompt) -> Prompt:
 
 def score(cfg: Config, drafter: Path) -> dict[str, float]:
     """Replayed tau by domain."""
-    path = cfg.path("evaluations", f"{drafter.name}.json")
-    if not path.is_file():
-        evaluate.run(cfg.override("evaluate", drafter=str(drafter)))
-    return json.loads(path.read_bytes())["tau"]["domains"]
+    evaluation = read_json(cfg.place("evaluations"), f"{drafter.name}.json")
+    if evaluation is None:
+        evaluation = evaluate.run(cfg.override("evaluate", drafter=str(drafter)))
+    return evaluation["tau"]["domains"]
 
 
 def finish(cfg: Config, found: dict[str, dict[str, float]]) -> None:

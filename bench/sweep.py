@@ -7,18 +7,17 @@ finished demo. It takes over an hour on two cores and continues after Ctrl-C. En
 recipe.
 """
 
-import json
 import statistics
 import sys
 from typing import Any
 
 from bench.harness import cpu_name, report
-from jobs import evaluate, harvest, ingest, train
+from jobs import evaluate, harvest, ingest, select, train
 from jobs.base.cluster import cluster
 from jobs.base.config import Config, load
 from jobs.base.console import print_table
-from jobs.training.states import read_result, states_folder
-from store.place import write_json
+from jobs.training.states import read_result
+from store.place import read_json, write_json
 
 STEPS = 100
 SEEDS = (0, 1)
@@ -54,6 +53,7 @@ def main() -> None:
     cfg = load(None, shared)
     with cluster(cfg):
         ingest.run(cfg)
+        select.run(cfg)
         harvest.run(cfg)
         found = {
             name: [score(load(None, [*shared, *more, f"train.seed={seed}"])) for seed in SEEDS]
@@ -76,11 +76,11 @@ def score(cfg: Config) -> dict[str, Any]:
     """Pooled replayed tau of the drafter that this recipe trains, and its seconds of training."""
     cfg = cfg.override("train", val_every=cfg.train.steps)
     trained = train.run(cfg)
-    path = cfg.path("evaluations", f"{trained['name']}.json")
-    if not path.is_file():
-        evaluate.run(cfg.override("evaluate", drafter=trained["folder"]))
-    tau = json.loads(path.read_bytes())["tau"]["pooled"]
-    return {"tau": tau, "seconds": read_result(states_folder(cfg, trained["name"]))["seconds"]}
+    evaluation = read_json(cfg.place("evaluations"), f"{trained['name']}.json")
+    if evaluation is None:
+        evaluation = evaluate.run(cfg.override("evaluate", drafter=trained["folder"]))
+    seconds = read_result(cfg, trained["name"])["seconds"]
+    return {"tau": evaluation["tau"]["pooled"], "seconds": seconds}
 
 
 if __name__ == "__main__":

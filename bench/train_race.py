@@ -14,6 +14,7 @@ those:
 
 import statistics
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ from bench.trainers.task import last_states, training_samples, write_task
 from dflash.acceptance import tau
 from dflash.model import Drafter, new_drafter
 from dflash.optim import build_optimizers
-from dflash.replay import Request, replay
+from dflash.replay import Recorded, replay
 from dflash.target_model import Target, load_target, resolve_dtype
 from dflash.training_step import mixed_precision
 from jobs.base.config import Config, load
@@ -143,7 +144,11 @@ def theirs_steps(cfg: Config, folder: Path, vocab_size: int) -> int:
 
 
 def run(
-    racers: dict[str, Racer], target: Target, drafter: Drafter, val: list[Request], weights: Path
+    racers: dict[str, Racer],
+    target: Target,
+    drafter: Drafter,
+    val: Sequence[Recorded],
+    weights: Path,
 ) -> None:
     """Race until every side has reached the goal or the end of its schedule."""
     names = {id(racer): name for name, racer in racers.items()}

@@ -90,12 +90,11 @@ def _load(folder: Path) -> Drafter:
 def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig) -> dict[str, Any]:
     # Checked before Ray starts: Ray would retry a run that cannot succeed.
     pin, name = chosen.pin, chosen.name
-    val = val_rows(cfg, pin)
-    check_val(cfg, val)
-    check_lora(cfg, shape)
     if lost := missing(cfg, pin):
         raise ValueError(lost)
-    data = training_set(cfg, pin, shape.num_drafts)
+    data, val = training_set(cfg, pin, shape.num_drafts), val_rows(cfg, pin)
+    check_val(cfg, val)
+    check_lora(cfg, shape)
     with only_one(cfg, name):
         write_pin(cfg, chosen, shape)
         forget_result(cfg, name)

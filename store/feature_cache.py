@@ -15,6 +15,7 @@ from store.feature_index import check_all_harvested
 from store.feature_shards import (
     COLUMNS,
     TOP_COLUMNS,
+    dtype_of,
     features_of,
     marking,
     open_shard,
@@ -115,16 +116,17 @@ class FeatureCache:
 
     def _read(self, where: Where) -> "dict[str, torch.Tensor]":
         name, group = where
-        rows = read_group(self.place, name, self.footer(name), group, COLUMNS)
+        footer = self.footer(name)
+        rows, dtype = read_group(self.place, name, footer, group, COLUMNS), dtype_of(footer)
         found = {}
         for i, sample in enumerate(rows["sample_id"].to_pylist()):
-            row = self._row(sample)
-            if (
-                row is not None and self._where(row) == where
-            ):  # others may be damaged, or not wanted
-                made_from = None if self.digests is None else self.digests[row].as_py()
-                features = features_of(self.place, name, rows, i, self.width, made_from)
-                found[sample] = self._cut(features)
+            at = self._row(sample)
+            if at is None or self._where(at) != where:
+                continue  # not wanted, or damaged and computed again
+            row = {column: rows[column][i] for column in COLUMNS}
+            made_from = None if self.digests is None else self.digests[at].as_py()
+            features = features_of(self.place, name, row, dtype, self.width, made_from)
+            found[sample] = self._cut(features)
         return found
 
     def _footer(self, name: str) -> pq.FileMetaData:

@@ -10,7 +10,7 @@ is never read.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,8 @@ import obstore
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from store.features import as_bytes, decode, feature_fault, top_fault
+from store.feature_codec import DTYPES, decode
+from store.features import as_bytes, feature_fault, top_fault
 from store.place import Found, Place, first_line
 from store.schemas import FEATURE_INDEX
 
@@ -97,19 +98,28 @@ def index_rows(key: str, shard: Found, samples: Collection[Listed], when: dateti
 
 
 def open_shard(place: Place, name: str, schema: pa.Schema) -> pq.FileMetaData:
-    """The footer of a shard of the cache that `store.schemas.features_schema` describes.
+    """The footer of a shard of the cache that `store.schemas.features_schema` describes, in any
+    known dtype: caches of another dtype are in another folder.
 
     Raises ValueError for any other object: training on wrong features would give no other warning.
     """
     footer = _reading(place, name, lambda: pq.read_metadata(place.open(name)))
     found = footer.metadata or {}
-    for key, value in schema.metadata.items():
+    dtype = dtype_of(footer)
+    dtype = dtype if dtype in DTYPES.values() else " or ".join(DTYPES.values())
+    wanted = schema.metadata | {b"dtype": dtype.encode()}
+    for key, value in wanted.items():
         if found.get(key) != value:
             raise ValueError(
                 f"{place}/{name}: {key.decode()} is {found.get(key, b'missing').decode()!r}, "
                 f"expected {value.decode()!r}; harvest again"
             )
     return footer
+
+
+def dtype_of(footer: pq.FileMetaData) -> str:
+    """The dtype that a shard names in its metadata."""
+    return (footer.metadata or {}).get(b"dtype", b"missing").decode()
 
 
 def read_group(
@@ -145,22 +155,27 @@ def find_faults(place: Place, name: str, footer: pq.FileMetaData) -> dict[str, s
         rows = read_group(place, name, footer, group, names)
         for i in range(rows.num_rows):
             row = {column: rows[column][i] for column in names}
-            fault = feature_fault(row) or ("top_ids" in row and top_fault(row))
+            fault = feature_fault(row, dtype_of(footer)) or ("top_ids" in row and top_fault(row))
             if fault:
                 faults[row["sample_id"].as_py()] = fault
     return faults
 
 
 def features_of(
-    place: Place, name: str, rows: pa.Table, i: int, width: int, made_from: bytes | None
+    place: Place,
+    name: str,
+    row: Mapping[str, pa.Scalar],
+    dtype: str,
+    width: int,
+    made_from: bytes | None = None,
 ) -> "torch.Tensor":
-    """bf16 [T, width] of row i of a row group. made_from: the `ids_digest` that it must have; None:
-    any. Raises Damaged.
+    """bf16 [T, width] of a row (COLUMNS) of a shard of this dtype. made_from: the `ids_digest` that
+    it must have; None: any. Raises Damaged.
     """
-    row = {column: rows[column][i] for column in COLUMNS}
-    fault = feature_fault(row, made_from)
+    fault = feature_fault(row, dtype, made_from)
     if not fault:
-        features = decode(as_bytes(row["hi"]), as_bytes(row["lo"]), row["n_tokens"].as_py())
+        columns = as_bytes(row["hi"]), as_bytes(row["lo"])
+        features = decode(*columns, row["n_tokens"].as_py(), dtype)
         if features.shape[1] == width:
             return features
         fault = f"they are {features.shape[1]} wide, not {width}"

@@ -1,7 +1,4 @@
-"""One row of the feature cache: bf16 tensors as two byte planes, since Arrow has no bfloat16.
-
-High bytes (sign, exponent) repeat and compress well; low bytes hardly do. Stored apart, zstd-1
-needs 0.70 of the raw size, and they read faster than one mixed column.
+"""One row of the feature cache: bf16 tensors, stored as store/feature_codec.py says.
 
 Features are checked when they are read. A row carries two digests: of the token ids it was made
 from, and of its feature bytes. The second is seeded with the sample's name and the first digest, so
@@ -17,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from store.feature_codec import BFLOAT16, encode, is_finite
 from store.ids import Ids, short_hash
 from store.schemas import LAYOUT_VERSION
 
@@ -30,46 +28,18 @@ def cache_key(target_id: str, taps: list[int], dtype: str, top_k: int = 0) -> st
     return short_hash([*parts, top_k] if top_k else parts)
 
 
-def encode(features: "torch.Tensor") -> tuple[bytes, bytes]:
-    """Split bf16 [T, D] into its (high, low) bytes, each T * D long. Bit exact.
-
-    Raises ValueError for another dtype or number of dimensions.
-    """
-    import torch
-
-    if features.dtype != torch.bfloat16 or features.dim() != 2:
-        raise ValueError(
-            f"features must be bfloat16 [T, D], got {features.dtype} {list(features.shape)}"
-        )
-    words = features.detach().cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
-    return (words >> 8).astype(np.uint8).tobytes(), words.astype(np.uint8).tobytes()
-
-
-def decode(hi: bytes, lo: bytes, n_tokens: int) -> "torch.Tensor":
-    """The bf16 [n_tokens, D] tensor that `encode` split. Raises ValueError on wrong lengths.
-    `hi` and `lo` may be any buffers, for instance Arrow's `scalar.asas_bytes()` (no copy).
-    """
-    import torch
-
-    size = memoryview(hi).nbytes
-    if n_tokens <= 0 or size != memoryview(lo).nbytes or size % n_tokens or size == 0:
-        raise ValueError(
-            f"planes of {size} and {memoryview(lo).nbytes} bytes do not hold {n_tokens} tokens"
-        )
-    words = np.frombuffer(hi, np.uint8).astype(np.uint16)
-    words <<= 8
-    words |= np.frombuffer(lo, np.uint8)
-    return torch.from_numpy(words.view(np.int16)).reshape(n_tokens, -1).view(torch.bfloat16)
-
-
 def ids_digest(ids: Ids) -> bytes:
     """16 bytes that name the token ids (prompt and output) of a sample."""
     return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).digest()[:16]
 
 
-def features_row(sample_id: str, ids: Ids, features: "torch.Tensor") -> dict[str, Any]:
-    """One FEATURES row of bf16 features [T, D] of these T token ids."""
-    hi, lo = encode(features)
+def features_row(
+    sample_id: str, ids: Ids, features: "torch.Tensor", dtype: str = BFLOAT16, num_taps: int = 1
+) -> dict[str, Any]:
+    """One FEATURES row of bf16 features [T, num_taps * hidden] of these T token ids, in one of
+    store.feature_codec.DTYPES.
+    """
+    hi, lo = encode(features, dtype, num_taps)
     names, made_from = {"sample_id": sample_id, "n_tokens": len(features)}, ids_digest(ids)
     digest = _digest(_seed(sample_id, len(features), made_from), hi, lo)
     return names | {"ids_digest": made_from, "hi": hi, "lo": lo, "digest": digest}
@@ -88,8 +58,10 @@ def top_row(row: Mapping[str, Any], ids: np.ndarray, logprobs: np.ndarray) -> di
     }
 
 
-def feature_fault(row: Mapping[str, Any], expected: bytes | None = None) -> str | None:
-    """What is wrong with the features of a row; None if they are as they were written."""
+def feature_fault(row: Mapping[str, Any], dtype: str, expected: bytes | None = None) -> str | None:
+    """What is wrong with the features of a row; None if they are as they were written. expected:
+    the `ids_digest` that it must have; None: any.
+    """
     hi, lo, n_tokens = as_bytes(row["hi"]), as_bytes(row["lo"]), row["n_tokens"].as_py()
     made_from = row["ids_digest"].as_py()
     if expected not in (None, made_from):
@@ -97,7 +69,7 @@ def feature_fault(row: Mapping[str, Any], expected: bytes | None = None) -> str 
     seed = _seed(row["sample_id"].as_py(), n_tokens, made_from)
     if _digest(seed, hi, lo) != row["digest"].as_py():
         return "their bytes are not those that were written for this sample"
-    return None if _finite(hi, lo) else "they are not finite"
+    return None if is_finite(hi, lo, dtype) else "they are not finite"
 
 
 def top_fault(row: Mapping[str, Any]) -> str | None:
@@ -119,16 +91,6 @@ def _digest(seed: int, first: Any, second: Any) -> bytes:
     """
     one = zlib.crc32(first, seed)
     return struct.pack("<II", zlib.crc32(second, one), one)
-
-
-def _finite(hi: Any, lo: Any) -> bool:
-    """Whether no bf16 is infinite or NaN. Those have all exponent bits set: seven in the high byte,
-    one in the low byte.
-    """
-    high = np.frombuffer(hi, np.uint8) & 0x7F
-    if high.max(initial=0) < 0x7F:
-        return True
-    return not bool((np.frombuffer(lo, np.uint8)[high == 0x7F] & 0x80).any())
 
 
 def as_numpy(scalar: pa.Scalar) -> np.ndarray:

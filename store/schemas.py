@@ -109,8 +109,9 @@ FEATURES = pa.schema(
         ("sample_id", pa.string()),
         ("n_tokens", pa.int32()),
         ("ids_digest", pa.binary(16)),  # of the token ids that the features were made from
-        ("hi", pa.large_binary()),  # high bytes of bf16 [n_tokens, n_taps * hidden]
-        ("lo", pa.large_binary()),  # low bytes
+        # Features [n_tokens, n_taps * hidden] in the dtype of the metadata (store/feature_codec.py)
+        ("hi", pa.large_binary()),  # bfloat16: their high bytes; float8_e4m3fn: their bytes
+        ("lo", pa.large_binary()),  # low bytes; scales, float32 [n_tokens, n_taps]
         ("digest", pa.binary(8)),  # of hi and lo, seeded with the sample (store/features.py)
     ]
 )

@@ -19,7 +19,7 @@ from dflash.target_model import Target, resolve_dtype
 from dflash.training_step import draw_anchors, step_batch, step_indices
 from jobs.base.config import Config
 from jobs.base.drafter_shape import drafter_config
-from jobs.training.feed import LazySamples, feature_cache, training_set
+from jobs.training.feed import LazySamples, training_features, training_set
 from jobs.training.runs import live_pin
 
 TARGET_BATCH = 16
@@ -29,9 +29,8 @@ def training_samples(cfg: Config) -> list[Sample]:
     """The demo's training samples. Raises ValueError if there is no finished demo."""
     if not (cfg.target_path / "config.json").is_file():
         raise ValueError(f"{cfg.work} has no target: run `make demo` first, or pass work=FOLDER")
-    pin = live_pin(cfg)
-    data = training_set(cfg, pin, drafter_config(cfg).num_drafts)
-    features = feature_cache(cfg, pin, data.digests, float("inf"), cfg.train.max_length)
+    data = training_set(cfg, live_pin(cfg), drafter_config(cfg).num_drafts)
+    features = training_features(cfg.override("train", cache_gib=float("inf")), data)
     return list(LazySamples(data.samples, features))
 
 

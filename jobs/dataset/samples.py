@@ -14,13 +14,13 @@ from dflash.identity import legacy_target_id, target_id
 from jobs.base.config import Config
 from jobs.base.target_facts import target_config, target_taps
 from store.feature_cache import FeatureCache, read_top
+from store.feature_codec import DTYPES
 from store.feature_index import check_all_harvested, index_of
 from store.features import cache_key, ids_digest
 from store.place import Place
 from store.set_aside import read_set_aside
 from store.traffic_table import tokens_of
 
-FEATURE_DTYPE = "bfloat16"
 CACHE_BYTES = 1 << 30
 """Features of requests that are in memory at a time."""
 
@@ -183,9 +183,7 @@ def feature_cache(
     check_all_harvested(index["sample_id"].to_pylist(), names.to_pylist())
     digests = digests.take(pc.index_in(index["sample_id"].combine_chunks(), names))  # pyright: ignore[reportAttributeAccessIssue]
     taps, hidden = list(taps or target_taps(cfg)), target_config(cfg)["hidden_size"]
-    return FeatureCache(
-        place, index, identity, taps, hidden, digests, budget, max_length, readers
-    )
+    return FeatureCache(place, index, identity, taps, hidden, digests, budget, max_length, readers)
 
 
 def harvested(cfg: Config, names: Collection[str], taps: Sequence[int] = ()) -> pa.Table:
@@ -210,10 +208,11 @@ def set_aside(cfg: Config, taps: Sequence[int] = ()) -> set[str]:
 
 def features_place(cfg: Config, taps: Sequence[int] = ()) -> Place:
     """The folder of the feature cache for this target, these taps (default: the configured ones),
-    this dtype and this harvest.top_k.
+    harvest.features and harvest.top_k.
     """
     taps, identity = list(taps or target_taps(cfg)), target_id(cfg.target_path)
-    return cfg.place("features", cache_key(identity, taps, FEATURE_DTYPE, cfg.harvest.top_k))
+    dtype, top_k = DTYPES[cfg.harvest.features], cfg.harvest.top_k
+    return cfg.place("features", cache_key(identity, taps, dtype, top_k))
 
 
 def none_of_target(cfg: Config, what: str, fix: str) -> ValueError:

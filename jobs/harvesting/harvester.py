@@ -27,6 +27,7 @@ from jobs.harvesting.screening import (
     screen,
     too_long,
 )
+from store.feature_codec import DTYPES
 from store.feature_shards import write_shard
 from store.features import features_row, top_row
 from store.place import Place
@@ -66,7 +67,7 @@ class Harvester:
         torch.set_num_threads(threads)
         self.cfg, self.taps = cfg, target_taps(cfg)
         self.identity = target_id(cfg.target_path)
-        self.engine = engine(cfg)
+        self.engine, self.dtype = engine(cfg), DTYPES[cfg.harvest.features]
         self.backend, self.head = make_backend(cfg)
 
     def shard(self, place: Place, chunk: pa.Table) -> Harvested:
@@ -74,7 +75,7 @@ class Harvester:
         which is named after the cache key; no shard if all of them are set aside.
         """
         hidden, top_k = target_config(self.cfg)["hidden_size"], self.cfg.harvest.top_k
-        schema = features_schema(self.identity, list(self.taps), hidden, top_k=top_k)
+        schema = features_schema(self.identity, list(self.taps), hidden, self.dtype, top_k)
         aside: list[Row] = []
         return Harvested(write_shard(place, schema, self._rows(place.name, chunk, aside)), aside)
 
@@ -94,7 +95,8 @@ class Harvester:
                 if fault := screen(row, features, self.head):
                     aside.append(self._aside(row, key, fault))
                 else:
-                    yield feature_row(row, features, self.head, self.cfg.harvest.top_k)
+                    top_k = self.cfg.harvest.top_k
+                    yield feature_row(row, features, self.head, self.dtype, top_k)
 
     def _aside(self, row: Row, key: str, fault: Fault) -> Row:
         return aside_row(row, self.identity, key, fault) | self.engine
@@ -125,12 +127,14 @@ def engine(cfg: Config) -> dict[str, str]:
     return {"backend": cfg.harvest.backend, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def feature_row(row: Row, features: Features, head: Tensor, top_k: int = 0) -> Row:
-    """The FEATURES row of a sample; with `top_k`, also the log-probabilities of that many tokens
-    at each output position.
+def feature_row(row: Row, features: Features, head: Tensor, dtype: str, top_k: int = 0) -> Row:
+    """The FEATURES row of a sample in a dtype of store.feature_codec; with `top_k`, also the
+    log-probabilities of that many tokens at each output position.
     """
     ids = [*row["prompt_ids"], *row["output_ids"]]
-    found = features_row(row["sample_id"], ids, features.taps.to(torch.bfloat16))
+    num_taps = features.taps.shape[1] // features.last.shape[1]
+    taps = features.taps.to(torch.bfloat16)
+    found = features_row(row["sample_id"], ids, taps, dtype, num_taps)
     if top_k:
         first = len(row["prompt_ids"])
         last = features.last[first - 1 : len(ids) - 1].to(head.device, head.dtype)

@@ -18,6 +18,7 @@ from jobs.dataset.samples import features_place, selected, with_tokens
 from jobs.harvesting import actors
 from jobs.harvesting.harvester import Row, engine
 from jobs.harvesting.screening import REASONS, TOO_LONG, is_settled, too_many
+from store.feature_codec import DTYPES
 from store.feature_index import index_of
 from store.lease import Lease, lease
 from store.place import Place
@@ -176,9 +177,8 @@ def repair(cfg: Config, place: Place, held: Lease) -> None:
     interrupted harvest.
     """
     hidden, top_k = target_config(cfg)["hidden_size"], cfg.harvest.top_k
-    schema = features_schema(
-        target_id(cfg.target_path), list(target_taps(cfg)), hidden, top_k=top_k
-    )
+    identity, taps, dtype = target_id(cfg.target_path), list(target_taps(cfg)), cfg.harvest.features
+    schema = features_schema(identity, taps, hidden, DTYPES[dtype], top_k)
     mended = mend(place, cfg.table("feature_index"), schema, held.check)
     for name, fault in sorted(mended.damaged.items())[:SHOWN_DAMAGED]:
         console.print(f"features of sample {name}: {fault}; harvested again", markup=False)

@@ -1,10 +1,11 @@
 """Which samples a training run learns from (its pin), and which run a command is about.
 
-When a run begins, it writes the selected samples to its pin, <work>/runs/<name>/pin-<recipe>.parquet.
-Its workers, restarted workers and the same command on another day read the pin, so a later
-selection changes nothing. The pin has ids, domains, temperatures and supervised spans, but no
-tokens: what is deleted from traffic/ must be gone. A run that needs deleted samples cannot go on.
-It also names the versions of the tables that it was made from.
+When a run begins, it writes the selected samples to its pin,
+<work>/runs/<name>/pin-<recipe>.parquet. Its workers, restarted workers and the same command on
+another day read the pin, so a later selection changes nothing. The pin has ids, domains,
+temperatures and supervised spans, but no tokens: what is deleted from traffic/ must be gone. A run
+that needs deleted samples cannot go on. It also names the versions of the tables that it was made
+from.
 """
 
 import hashlib
@@ -173,6 +174,7 @@ def run_settings(cfg: Config) -> dict[str, Any]:
     """The settings that decide the result. train.base counts by its content, not by its path."""
     settings = split_identity(cfg.train)[0]
     settings |= {"target_dtype": cfg.target.dtype, "top_k": captured_top_k(cfg)}
+    settings |= {"features": cfg.harvest.features}
     if cfg.train.base:
         settings["base"] = drafter_sha256(cfg.train.base)
     return settings
@@ -198,8 +200,8 @@ def read_pin(cfg: Config, name: str, shape: DrafterConfig) -> Pin:
         damage, pin = str(error), None
     if damage or pin is None:
         raise ValueError(
-            f"{place}/{file} is damaged ({damage}): move the run's folder away, and the same command "
-            "begins it anew"
+            f"{place}/{file} is damaged ({damage}): move the run's folder away, and the same "
+            "command begins it anew"
         )
     return pin
 

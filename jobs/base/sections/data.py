@@ -11,7 +11,12 @@ from store.tables import KEPT_DAYS
 class Ingest:
     """Request logs to traffic/."""
 
-    logs: list[str] = setting([], "log files, folders or globs; empty: <work>/capture", path=True)
+    logs: list[str] = setting(
+        [],
+        "log files, folders or globs, local or as URLs (s3://bucket/logs/); empty: capture/ in the "
+        "scratch folder",
+        path=True,
+    )
     default_domain: str = setting("default", "domain of a request that names none")
     models: list[str] = setting(
         [], "model names the target answers under; empty: the one name that the logs hold"
@@ -96,6 +101,9 @@ class Harvest:
         "tokens whose log-probability under the target is kept per answer position, for "
         "train.loss=argmax (1 is enough) and kl; 0: none",
         minimum=0,
+    )
+    features: Literal["bf16", "fp8"] = setting(
+        "bf16", "how features are stored: bf16 is exact; fp8 takes about half of the disk"
     )
     max_reject_rate: float = setting(
         0.05, "stop when a larger share of samples is set aside, beyond chance", minimum=0

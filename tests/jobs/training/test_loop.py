@@ -16,34 +16,31 @@ from safetensors.torch import load_file
 
 from dflash.acceptance import tau
 from dflash.checkpoint import convert_folder, save_drafter
-from dflash.identity import target_id
 from dflash.model import new_drafter
 from dflash.target_model import load_target
 from jobs import evaluate, harvest, train
 from jobs.base.config import load
 from jobs.base.drafter_shape import drafter_config
-from jobs.dataset import samples
+from jobs.dataset.samples import features_place
 from jobs.tracking.mlflow_runs import Tracker
-from jobs.training.feed import LazySamples, feature_cache, training_set
+from jobs.training.feed import LazySamples, training_features, training_set
 from jobs.training.runs import live_pin
-from jobs.training.states import has_ended, has_result, is_unfinished, states_folder
-from store.schemas import ACCEPTANCE, FEATURES
-from store.shards import read_dataset, read_manifests
+from jobs.training.states import has_ended, is_unfinished, read_result
+from store.feature_index import index_of
 from tests.helpers.work import SETTINGS, configure, make_base
 
 
 def first_sample(cfg):
-    pin = live_pin(cfg)
-    data = training_set(cfg, pin, 4)
-    return LazySamples(data.samples, feature_cache(cfg, pin, data.digests, 0))[0]
+    data = training_set(cfg, live_pin(cfg), 4)
+    return LazySamples(data.samples, training_features(cfg, data))[0]
 
 
 def test_harvest_stores_the_targets_features_and_reuses_them(work):
     cfg = configure(work)
     again = harvest.run(cfg)
     assert again["samples"] == 0
-    rows = read_dataset(samples.features_folder(cfg, target_id(cfg.target_path)), FEATURES)
-    assert rows.num_rows == again["reused"]
+    index = index_of(cfg.table("feature_index"), features_place(cfg).name)
+    assert index.num_rows == again["reused"]
     target = load_target(cfg.target_path, torch.float32)
     sample = first_sample(cfg)
     expected = target.features([sample.ids.tolist()], drafter_config(cfg).target_layer_ids)[0].taps
@@ -71,15 +68,15 @@ def test_train_then_evaluate(work):
     assert run.data.params["anchors"] == str(cfg.train.anchors)
     assert {"loss", "grad_norm", "slots_per_second", "val_tau/a"} <= run.data.metrics.keys()
     source = json.loads(run.inputs.dataset_inputs[0].dataset.source)["tags"]
-    [manifest] = read_manifests(cfg.path("traffic"))
-    assert manifest["key"] in source["traffic"]
+    versions = {name: cfg.table(name).version() for name in ("selection", "traffic")}
+    assert versions.items() <= json.loads(source["versions"]).items()
     files = {file.path for file in MlflowClient(cfg.mlflow_uri).list_artifacts(run.info.run_id)}
     assert {"config.yaml", "training.svg"} <= files
     evaluation = evaluate.run(cfg)
     assert evaluation["drafter"] == trained["name"]
     few = evaluation["conversations"] < 5  # they carry no interval (docs/decisions/034)
     assert (evaluation["tau"]["ci"] is None) == few
-    rows = read_dataset(cfg.path("acceptance"), ACCEPTANCE).to_pylist()
+    rows = cfg.table("acceptance").read().to_pylist()
     full = [row["accepted"] for row in rows if row["k"] == 4]
     assert tau(full) == pytest.approx(evaluation["tau"]["pooled"])
     assert {row["k"] for row in rows} == {1, 2, 3, 4}
@@ -148,14 +145,14 @@ def test_a_group_that_was_killed_before_its_export_exports_when_ray_tries_again(
     """The result stood already, so the group that Ray started again reported {} and left."""
     cfg = configure(work, "train.steps=3", "train.seed=13")
     trained = train.run(cfg)
-    name, states = trained["name"], states_folder(cfg, trained["name"])
+    name = trained["name"]
     assert has_ended(cfg, name)
     first = load_file(f"{trained['folder']}/model.safetensors")
     shutil.rmtree(trained["folder"])
-    assert has_result(states)
+    assert read_result(cfg, name)
     assert not has_ended(cfg, name)
     assert is_unfinished(cfg, name)
-    monkeypatch.setattr(train, "forget_result", lambda folder: None)  # as in Ray's next try
+    monkeypatch.setattr(train, "forget_result", lambda *run: None)  # as in Ray's next try
     again = train.run(cfg)
     assert (again["name"], again["best_val_tau"]) == (name, trained["best_val_tau"])
     second = load_file(f"{again['folder']}/model.safetensors")

@@ -4,9 +4,12 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -16,15 +19,24 @@ from dflash.identity import target_id
 from dflash.losses import recorded_token
 from dflash.target_model import load_target
 from dflash.training_step import generator, rank_picks, step_batch, step_indices
-from jobs import harvest, ingest, train
-from jobs.dataset import samples
+from jobs import harvest, ingest, select, train
+from jobs.base.target_facts import target_config, target_taps
+from jobs.dataset.samples import features_place
 from jobs.training import plan, runs
-from jobs.training.feed import LazySamples, feature_cache, training_set, val_rows
-from jobs.training.states import RESULT, newest_state, states_folder
-from store.features import FeatureCache
-from store.files import exclusive
+from jobs.training.feed import (
+    LazySamples,
+    training_features,
+    training_set,
+    val_requests,
+    val_rows,
+)
+from jobs.training.mapped import mapped
+from jobs.training.states import forget_result, newest_state, states_folder
+from store import feature_cache
+from store.feature_shards import write_shard
+from store.features import features_row
 from store.labels import clean
-from store.shards import write_shard
+from store.schemas import SET_ASIDE, features_schema
 from tests.helpers.work import configure, record
 
 pytestmark = pytest.mark.timeout(600)
@@ -38,7 +50,7 @@ def fresh(harvested, tmp_path):
 
 
 def more_traffic(cfg, first=500, labels=("a", "b", "a", "b")):
-    """Other conversations in a second log; ingested, not harvested."""
+    """Other conversations in a second log; ingested and selected, not harvested."""
     target = load_target(cfg.target_path, torch.float32)
     with open(cfg.path("capture") / f"log{first}.jsonl", "w") as log:
         for i, label in enumerate(labels, first):
@@ -46,6 +58,7 @@ def more_traffic(cfg, first=500, labels=("a", "b", "a", "b")):
             answer = decode(target, prompt, 20, [0]).output_ids
             log.write(json.dumps(record(i, prompt, answer) | {"domain": label}) + "\n")
     ingest.run(cfg)
+    select.run(cfg)
 
 
 def interrupt(cfg, name):
@@ -53,7 +66,7 @@ def interrupt(cfg, name):
     states = sorted(states_folder(cfg, name).glob("step-*.pt"))
     assert len(states) == 2
     states[1].unlink()
-    (states_folder(cfg, name) / RESULT).unlink()
+    forget_result(cfg, name)
     shutil.move(cfg.path("drafters", name), cfg.path("whole"))
     return (cfg.path("whole") / "model.safetensors").read_bytes()
 
@@ -113,56 +126,148 @@ def test_a_restarted_worker_reads_the_pin_and_not_the_tables(fresh):
     assert runs.missing(cfg, read) == ""
     after = training_set(cfg, read, 4).samples, val_rows(cfg, read)
     assert [s.sample_id for s in before[0]] == [s.sample_id for s in after[0]]
-    assert before[1] == after[1]
-    assert len(live(cfg).ids()) > len(read.ids())
-    path = next(states_folder(cfg, begun.name).glob("pin-*.json"))
-    path.write_text(path.read_text().replace('"a"', '"c"'))
-    with pytest.raises(ValueError, match=r"damaged .*move the run's folder away"):
-        runs.read_pin(cfg, begun.name, shape)
+    assert before[1].equals(after[1])
+    assert read.versions == begun.pin.versions
+    assert live(cfg).versions["selection"] > read.versions["selection"]
+    assert ids(live(cfg)) > ids(read)
+
+
+def test_a_damaged_pin_is_one_message(fresh):
+    """Cut short, without versions, of other labels: what it says is not what the run is named."""
+    cfg = configure(fresh, *QUICK)
+    shape = plan.run_shape(cfg)
+    begun = runs.choose_run(cfg, shape)
+    runs.write_pin(cfg, begun, shape)
+    [path] = states_folder(cfg, begun.name).glob("pin-*.parquet")
+    whole, rows = path.read_bytes(), begun.pin.rows
+    bare, other = pa.BufferOutputStream(), pa.BufferOutputStream()
+    pq.write_table(rows.replace_schema_metadata(None), bare)
+    labels = pa.array(["c"] * len(rows))
+    place = rows.schema.get_field_index("domain")
+    pq.write_table(
+        rows.set_column(place, "domain", labels).replace_schema_metadata({runs.VERSIONS: b"{}"}),
+        other,
+    )
+    for damaged in (b"", whole[:300], bytes(bare.getvalue()), bytes(other.getvalue())):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"damaged .*move the run's folder away") as refused:
+            runs.read_pin(cfg, begun.name, shape)
+        assert "\n" not in str(refused.value)
+    path.write_bytes(whole)
+    assert runs.read_pin(cfg, begun.name, shape).key == begun.pin.key
+
+
+def test_a_selection_names_its_run_whatever_comes_later(fresh):
+    """By its version, the run of an earlier selection can be had again."""
+    cfg = configure(fresh, *QUICK)
+    first, shape = live(cfg), plan.run_shape(cfg)
+    more_traffic(cfg)
+    again = configure(fresh, *QUICK, f"select.version={first.versions['selection']}")
+    assert ids(live(again)) == ids(first) < ids(live(cfg))
+    names = [runs.run_name(cfg, shape, pin) for pin in (first, live(again), live(cfg))]
+    assert names[0] == names[1] != names[2]
+
+
+def test_ranks_of_a_node_share_their_data(fresh):
+    """Both map one file. It is made again if it is deleted, also while it is in use."""
+    cfg = configure(fresh)
+    pin = live(cfg)
+    both = [training_set(cfg, pin, 4).samples for _ in range(2)]
+    [path] = cfg.path("training_data").glob("*.arrow")
+    where = [one.tokens["ids"].chunk(0).values.buffers()[1].address for one in both]
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    spans = [[int(x, 16) for x in m[0].split("-")] for m in maps if m[-1] == str(path)]
+    for address in where:
+        assert any(start <= address < end for start, end in spans), "it is the file, not a copy"
+    known = [sample.ids for sample in both[0]]
+    path.unlink()
+    again = training_set(cfg, pin, 4).samples
+    assert path.is_file()
+    assert list(map(torch.Tensor.tolist, known)) == [sample.ids.tolist() for sample in again]
+    assert [sample.ids.tolist() for sample in both[1]] == [sample.ids.tolist() for sample in again]
+
+
+def test_one_of_several_ranks_writes_the_file(tmp_path):
+    """They begin together. If the writer dies, another writes."""
+    begun, table = [], pa.table({"a": [1, 2]})
+
+    def batches():
+        begun.append(1)
+        time.sleep(0.5)
+        if len(begun) == 1:
+            raise OSError("killed")
+        return table.to_batches()
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [
+            pool.submit(mapped, tmp_path / "x" / "a.arrow", table.schema, batches) for _ in range(4)
+        ]
+    failed = [one.exception() for one in found]
+    assert len(begun) == 2
+    assert sorted(map(str, failed)) == ["None"] * 3 + ["killed"]
+    assert all(one.result().equals(table) for one in found if not one.exception())
 
 
 @pytest.mark.usefixtures("one_process")
-def test_a_run_does_not_go_on_without_its_samples(fresh, monkeypatch, capfd):
+def test_a_run_does_not_go_on_without_its_samples(fresh):
     """Deleted, or set aside by harvest since: said, and a new run starts without them."""
     cfg = configure(fresh, *QUICK)
-    first = train.run(cfg)
+    first, begun = train.run(cfg), live(cfg)
     interrupt(cfg, first["name"])
-    shape, aside = plan.run_shape(cfg), {live(cfg).train[0][0]}
-    monkeypatch.setattr(runs, "set_aside", lambda cfg: aside)
+    shape, aside = plan.run_shape(cfg), begun.train["sample_id"][0].as_py()
+    add_aside(cfg, aside)
     chosen = runs.choose_run(cfg, shape)
     assert chosen.name != first["name"]
-    assert f"set aside now, for instance {min(aside)}" in chosen.note
-    assert aside.isdisjoint(chosen.pin.ids())
-    monkeypatch.setattr(runs, "set_aside", lambda cfg: set())
-    read, deleted = runs.read_traffic, live(cfg).val[0][0]
-    left = pc.field("sample_id") != deleted
-    monkeypatch.setattr(runs, "read_traffic", lambda *args: read(*args).filter(left))
+    assert f"set aside now, for instance {aside}" in chosen.note
+    assert aside not in ids(chosen.pin)
+    cfg.table("set_aside").replace("sample_id", [aside], [])
+    deleted = begun.val["sample_id"][0].as_py()
+    cfg.table("traffic").replace("sample_id", [deleted], [])
+    gone = f"1 of its samples are not in traffic/ any more, for instance {deleted}"
+    with pytest.raises(ValueError, match=rf"{gone}: run `flywheel select`"):
+        train.run(cfg)
+    select.run(cfg)
     chosen = runs.choose_run(cfg, shape)
     assert chosen.name != first["name"]
-    assert "1 of its samples are not in traffic/ any more" in chosen.note
+    assert gone in chosen.note
+    with pytest.raises(ValueError, match=gone):
+        val_requests(cfg, begun)
+
+
+def add_aside(cfg, name):
+    """As harvest sets a sample aside."""
+    row = dict.fromkeys(SET_ASIDE.names) | {"sample_id": name, "reason": "not greedy", "tokens": 9}
+    row |= {"features_key": features_place(cfg).name, "domain": "a", "detail": "{}"}
+    row |= {"target_id": target_id(cfg.target_path), "found_at": datetime.now(UTC)}
+    cfg.table("set_aside").append(pa.Table.from_pylist([row], schema=SET_ASIDE))
+
+
+def ids(pin):
+    return set(pin.rows["sample_id"].to_pylist())
 
 
 def test_two_trainings_of_one_run_at_once(fresh):
-    """The second is refused by name, at once; the lock goes with its process, even a killed one."""
+    """The second is refused by name, at once; the lease of a killed process is free at once."""
     cfg = configure(fresh, *QUICK)
     name = runs.choose_run(cfg, plan.run_shape(cfg)).name
-    lock = cfg.path("runs", f".{name}.lock")
+    place = cfg.place("leases", f"train-{name}")
     held = (
-        "import sys; from pathlib import Path; from store.files import exclusive\n"
-        "with exclusive(Path(sys.argv[1]), 'ann@host, process 7') as other:\n"
-        "    print('held', other, flush=True); sys.stdin.read()"
+        "import sys; from store.lease import lease; from store.place import Place\n"
+        "with lease(Place(*sys.argv[1:])):\n"
+        "    print('held', flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", held, str(lock)]
+    command = [sys.executable, "-c", held, place.root, place.key]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "held \n"
-        with pytest.raises(ValueError, match=rf"{name} is being trained by ann@host, process 7"):
+        assert process.stdout.readline() == "held\n"
+        said = rf"{name} is being trained by another command: .* is held by \S+, process"
+        with pytest.raises(ValueError, match=rf"{said} {process.pid} "):
             train.run(cfg)
         assert not states_folder(cfg, name).exists(), "nothing was begun"
         process.kill()
-    with exclusive(lock, "us") as other:
-        assert other == ""
+    with runs.only_one(cfg, name):
+        pass
 
 
 @pytest.mark.long
@@ -184,52 +289,43 @@ def test_features_that_cannot_be_read_are_one_message(fresh, workers):
 
 def spoil(cfg):
     """Give the last train sample features of another width; returns its id."""
-    folder = samples.features_folder(cfg, target_id(cfg.target_path))
-    victim = live(cfg).train[-1][0]
-    shutil.copytree(folder, cfg.path("kept"))
-    for path in folder.glob("[!.]*.parquet"):
-        table = pq.read_table(path)
-        names = table["sample_id"].to_pylist()
-        if victim not in names:
-            continue
-        tokens = table["n_tokens"].to_pylist()
-        row = names.index(victim)
-        for plane in ("hi", "lo"):
-            bytes_ = table[plane].to_pylist()
-            bytes_[row] = bytes_[row][: tokens[row] * 8]
-            column = pa.array(bytes_, table.schema.field(plane).type)
-            table = table.set_column(table.schema.get_field_index(plane), plane, column)
-        size = path.stat().st_size
-        info = write_shard(path, table.replace_schema_metadata(pq.read_schema(path).metadata))
-        for manifest in folder.glob("manifests/*.json"):
-            text = manifest.read_text().replace(f'"bytes": {size}', f'"bytes": {info.bytes}')
-            manifest.write_text(text)
-    return victim
+    pin, place = live(cfg), features_place(cfg)
+    data = training_set(cfg, pin, 4)
+    sample = max(data.samples, key=lambda sample: sample.sample_id)
+    schema = features_schema(
+        target_id(cfg.target_path), list(target_taps(cfg)), target_config(cfg)["hidden_size"]
+    )
+    narrow = torch.ones(len(sample.ids), 8).bfloat16()
+    row = features_row(sample.sample_id, sample.ids.numpy(), narrow)
+    spoilt = write_shard(place, schema, [row])
+    index = cfg.table("feature_index")
+    index.replace("sample_id", [sample.sample_id], [index.write(spoilt)])
+    return sample.sample_id
 
 
 def restore(cfg):
-    folder = samples.features_folder(cfg, target_id(cfg.target_path))
-    shutil.rmtree(folder)
-    shutil.move(cfg.path("kept"), folder)
+    """Take back what `spoil` did, the last commit."""
+    index = cfg.table("feature_index")
+    earlier = index.read(version=index.version() - 1)
+    index.change(lambda live: ([index.write(earlier)], list(live)))
 
 
 def test_features_are_read_once_in_a_step(fresh, monkeypatch):
-    """Anchors follow from masks; a cache of one sample must not be asked for it twice."""
-    cfg = configure(fresh)
+    """Without a budget, each row group that a step needs is read once, whatever is in it."""
+    cfg = configure(fresh, "train.cache_gib=0.0")
     data = training_set(cfg, live(cfg), 4)
-    features = feature_cache(cfg, live(cfg), data.digests, budget=0)
-    asked = []
-    get = FeatureCache.__getitem__
-    monkeypatch.setattr(FeatureCache, "__getitem__", lambda c, n: (asked.append(n), get(c, n))[1])
-    samples = LazySamples(data.samples, features)
+    samples = LazySamples(data.samples, training_features(cfg, data))
+    read, real = [], feature_cache.read_group
+    monkeypatch.setattr(feature_cache, "read_group", lambda *a: (read.append(a), real(*a))[1])
     for step in range(3):
         picks = step_indices(step, len(samples), 8, 0)
-        for forward in rank_picks(picks, data.lengths, 0, 1, 3):
+        forwards = rank_picks(picks, data.lengths, 0, 1, 3)
+        samples.prefetch(i for forward in forwards for _, i in forward)
+        for forward in forwards:
             step_batch(samples, forward, 4, 4, recorded_token, 0)
-    assert len(asked) == 3 * 8
-    assert sorted(asked[:8]) == sorted(
-        data.samples[i].sample_id for _, i in step_indices(0, len(samples), 8, 0)
-    )
+        groups = [(name, group) for _, name, _, group, _ in read]
+        assert len(groups) == len(set(groups)) > 0
+        read.clear()
 
 
 HOSTILE = ["[/b]", r"$\foo$", "", "x" * 10_000, "a/b'\"`; DROP", "\x1b[31mred"]
@@ -242,8 +338,8 @@ def test_labels_of_any_text_train(fresh):
     cfg = configure(fresh, *QUICK, "ingest.val_percent=50", "train.seed=9")
     more_traffic(cfg, 900, HOSTILE * 4)
     harvest.run(cfg)
-    domains = {row[1] for row in live(cfg).val}
+    domains = set(live(cfg).val["domain"].to_pylist())
     assert len(domains & set(map(clean, HOSTILE))) >= 3
     train.plan(cfg)
     trained = train.run(cfg)
-    assert newest_state(states_folder(cfg, trained["name"])) is not None
+    assert newest_state(cfg, trained["name"]) is not None

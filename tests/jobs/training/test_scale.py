@@ -20,13 +20,20 @@ from dflash.model import new_drafter
 from dflash.target_model import load_target
 from jobs import train
 from jobs.base.cluster import cpus_each
+from jobs.base.config import load
 from jobs.base.drafter_shape import drafter_config
 from jobs.tracking.mlflow_runs import Tracker
 from jobs.training import plan, ray_trainer
-from jobs.training.feed import training_set, val_rows
+from jobs.training.feed import training_set, val_requests
 from jobs.training.loop import progress_file
 from jobs.training.runs import live_pin, run_name
-from jobs.training.states import commit_state, newest_state, read_state
+from jobs.training.states import (
+    commit_state,
+    find_states,
+    newest_state,
+    read_state,
+    states_folder,
+)
 from tests.helpers.tiny import memorise
 from tests.helpers.work import SETTINGS as WORK
 from tests.helpers.work import configure, in_one_process, make_base
@@ -158,9 +165,9 @@ def test_a_domain_with_a_mix_stops_when_nothing_gets_better(fresh, tmp_path):
 def test_what_a_base_may_lose_is_remembered_by_a_resumed_run(work, fresh, tmp_path):
     """A learning rate that spoils it: the base was best before the interruption and stays it."""
     cfg = configure(work, *SETTINGS)
-    rows, target = val_rows(cfg, live_pin(cfg)), load_target(cfg.target_path, torch.float32)
+    requests, target = val_requests(cfg, live_pin(cfg)), load_target(cfg.target_path, torch.float32)
     base = new_drafter(drafter_config(configure(work, "drafter.draft_vocab=0")), 0)
-    begun = [(row["prompt_ids"] + row["output_ids"])[:8] for row in rows]  # of one length
+    begun = [request.ids[:8].tolist() for _, request in requests]  # of one length
     memorise(base, target, begun, 20)
     folder = save_drafter(base, tmp_path / "base", torch.bfloat16)
     words = [*SETTINGS, "train.lr=0.5", f"train.base={folder}"]
@@ -189,12 +196,13 @@ def test_the_run_is_named_by_what_decides_its_result(work, tmp_path):
         return run_name(cfg, plan.run_shape(cfg), live_pin(cfg))
 
     same = ["train.workers=4", "train.device=cpu", "train.shard=fsdp", "train.micro_batch=1"]
-    same += ["train.cache_gib=0.5", "train.checkpoint_every=3"]
+    same += ["train.cache_gib=0.5", "train.checkpoint_every=3", "train.readers=1"]
     assert {name(word) for word in same} == {name()}
     other = ["train.seed=1", "train.val_every=3", "train.mix=0.1", "train.max_slice_loss=0.2"]
     other += ["train.domain=b", "train.patience=2"]
     assert len({name("train.domain=a", word) for word in other} | {name()}) == 7
-    assert len({name(), name("train.dtype=bfloat16"), name("target.dtype=bfloat16")}) == 3
+    dtypes = ["train.dtype=bfloat16", "target.dtype=bfloat16", "harvest.features=fp8"]
+    assert len({name(), *map(name, dtypes)}) == 4
     shape = drafter_config(configure(work))
     for seed in (1, 2):
         save_drafter(new_drafter(shape, seed), tmp_path / f"base{seed}", torch.bfloat16)
@@ -255,19 +263,22 @@ def test_a_damaged_result_is_one_message_and_can_be_had_again(work):
     assert weights.read_bytes() == whole
 
 
-def test_the_newest_complete_state_is_resumed(tmp_path):
-    assert newest_state(tmp_path) is None
+def test_the_newest_complete_state_is_resumed(work_url, tmp_path):
+    cfg = load(None, [f"work={work_url}", f"scratch={tmp_path / 'scratch'}"])
+    folder = states_folder(cfg, "run")
+    assert newest_state(cfg, "run") is None
     for step in (8, 16, 24):
-        commit_state(tmp_path, step, {"step": step})
-    (tmp_path / ".step-00000032.pt.0badf00d.tmp").write_bytes(b"killed while writing")
-    newest = newest_state(tmp_path)
+        commit_state(cfg, "run", step, {"step": step})
+    (folder / ".step-00000032.pt.0badf00d.tmp").write_bytes(b"killed while writing")
+    newest = newest_state(cfg, "run")
     assert newest is not None
     assert read_state(newest) == {"step": 24}
     newest.write_bytes(b"half a disk")
     with pytest.raises(ValueError, match=r"step-00000024.pt is damaged .* remove it"):
         read_state(newest)
-    commit_state(tmp_path, 40, {"step": 40})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000024.pt", "step-00000040.pt"]
+    commit_state(cfg, "run", 40, {"step": 40})
+    kept = ["step-00000024.pt", "step-00000040.pt"]
+    assert sorted(p.name for p in folder.iterdir()) == sorted(find_states(cfg, "run")) == kept
 
 
 def test_plan_tells_start_resume_and_reuse_and_its_numbers_hold(work, fresh, one):

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from dflash.decode import decode
 from dflash.target_model import load_target
 from dflash.training_step import generator
-from jobs import evaluate, harvest, ingest, train
+from jobs import evaluate, train
 from tests.helpers.tiny import make_target
-from tests.helpers.work import configure, record
+from tests.helpers.work import configure, prepare, record
 
 
 @pytest.mark.usefixtures("one_process")
@@ -28,7 +28,6 @@ def test_a_sharded_tied_target_goes_through_every_stage(tmp_path, ray_cluster):
             log.write(json.dumps(record(i, prompt, decode(target, prompt, 16).output_ids)) + "\n")
     words = ["target.dtype=bfloat16", "train.steps=2", "train.val_every=2"]
     cfg = configure(tmp_path, *words, "train.checkpoint_every=2")
-    ingest.run(cfg)
-    harvest.run(cfg)
+    prepare(cfg)
     train.run(cfg)
     assert evaluate.run(cfg)["tau"]["pooled"] >= 1.0

@@ -1,4 +1,8 @@
-"""Which weights are kept while training."""
+"""Which weights are kept while training, and how its batches are read ahead."""
+
+import itertools
+import threading
+import time
 
 import pytest
 from mlflow.utils.validation import _validate_metric_name
@@ -6,6 +10,9 @@ from mlflow.utils.validation import _validate_metric_name
 from jobs.base.config import load
 from jobs.training.feed import prefetched
 from jobs.training.validation import Choice, Taus
+from store import feature_cache, feature_shards
+from store.place import place_of
+from tests.helpers.features import cache_of, made, write
 
 BASE = Taus(2.0, {"general": 3.0, "tickets": 1.8})
 
@@ -71,3 +78,31 @@ def test_prefetch_works_ahead_keeps_order_and_raises_in_place():
     assert next(ahead) == 0
     ahead.close()  # waits for the thread
     assert made[3:] == [0, 1], "step 1 was on its way while step 0 was in use"
+
+
+def test_features_of_the_next_step_are_read_while_this_one_is_computed(work_url, monkeypatch):
+    """By all readers at a time: each waits here until three others have begun, too."""
+    monkeypatch.setattr(feature_shards, "ROW_GROUP_BYTES", 1)
+    place, steps = place_of(work_url) / "key", [[f"{s}{i}" for i in range(4)] for s in "abc"]
+    index, read = write(place, made(*itertools.chain(*steps))), []
+    together, real = threading.Barrier(4, timeout=60), feature_cache.read_group
+
+    def slow(*args):
+        together.wait()
+        read.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(feature_cache, "read_group", slow)
+    cache = cache_of(place, index, readers=4)
+
+    def make(step):
+        cache.prefetch(steps[step])
+        return [cache[name] for name in steps[step]]
+
+    for step, batch in enumerate(prefetched(make, range(3)), 1):
+        deadline = time.monotonic() + 60
+        while len(read) < 4 * min(step + 1, 3):
+            assert time.monotonic() < deadline, "the next step is not read meanwhile"
+            time.sleep(0.01)
+        assert len(batch) == 4
+    assert len(read) == 12, "each row group once"
