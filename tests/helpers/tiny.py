@@ -20,7 +20,7 @@ from transformers import (
 from dflash.decode import Decoded, decode
 from dflash.drafter_config import DrafterConfig
 from dflash.model import Drafter, block_embeds, new_drafter
-from dflash.replay import Recorded
+from dflash.replay import Recorded, Request
 from dflash.target_model import Target
 
 SHAPE: dict[str, Any] = {
