@@ -106,7 +106,7 @@ class Place:
         """
         with told(self, name):
             obstore.put(_store(self.root), self._key(name), data)
-        self._sync(name)
+        self.sync(name)
 
     def create(self, name: str, data: Any) -> bool:
         """As `write`, but only if there is no such object; returns whether it was written."""
@@ -115,7 +115,7 @@ class Place:
                 obstore.put(_store(self.root), self._key(name), data, mode="create")
         except FileExistsError:
             return False
-        self._sync(name)
+        self.sync(name)
         return True
 
     def objects(self, prefix: str = "") -> Iterator[Found]:
@@ -224,7 +224,7 @@ class Place:
         """Whether there is no such local folder: reading must not make one."""
         return self.is_local and not (self.path / name).is_dir()
 
-    def _sync(self, name: str) -> None:
+    def sync(self, name: str) -> None:
         """Make a written local file and its folder durable; a bucket is when it answers."""
         if self.is_local:
             file = self.path / name
