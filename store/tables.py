@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 
-from store.place import Place, denied, first_line, is_denial
+from store.place import Place, first_line, plain_fault
 from store.table_shards import Shard, added, live_shards, removed, write_shard
 
 TRIES = 60
@@ -285,6 +285,6 @@ def told(place: Place, name: str = "") -> Iterator[None]:
         ) from error
     except (DeltaError, OSError, pa.ArrowInvalid) as error:
         text = first_line(error)
-        if is_denial(error):
-            raise denied(where) from error
+        if fault := plain_fault(error, where):
+            raise fault from error
         raise OSError(f"{where}: cannot be read or written ({text}); run again") from error
