@@ -253,6 +253,7 @@ OPTIONS = {
 KEEP = {
     "delta.logRetentionDuration": "interval 3650 days",
     "delta.deletedFileRetentionDuration": f"interval {KEPT_DAYS} days",
+    "delta.dataSkippingNumIndexedCols": "-1",  # statistics of every column, as we write them
 }
 """Old versions end with `flywheel gc`, not by themselves. A log tells for KEPT_DAYS when a file was
 removed from its table."""
