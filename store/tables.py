@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 
-from store.place import Place, denied, first_line, is_denial
+from store.place import Place, first_line, plain_fault
 from store.table_shards import Shard, added, live_shards, removed, write_shard
 
 TRIES = 60
@@ -262,6 +262,7 @@ OPTIONS = {
 KEEP = {
     "delta.logRetentionDuration": "interval 3650 days",
     "delta.deletedFileRetentionDuration": f"interval {KEPT_DAYS} days",
+    "delta.dataSkippingNumIndexedCols": "-1",  # statistics of every column, as we write them
 }
 """Old versions end with `flywheel gc`, not by themselves. A log tells for KEPT_DAYS when a file was
 removed from its table."""
@@ -294,6 +295,6 @@ def told(place: Place, name: str = "") -> Iterator[None]:
         ) from error
     except (DeltaError, OSError, pa.ArrowInvalid) as error:
         text = first_line(error)
-        if is_denial(error):
-            raise denied(where) from error
+        if fault := plain_fault(error, where):
+            raise fault from error
         raise OSError(f"{where}: cannot be read or written ({text}); run again") from error
