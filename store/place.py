@@ -159,7 +159,10 @@ class Place:
                 obstore.delete(_store(self.root), [self._key(name) for name in names])
 
     def delete_all(self) -> None:
-        """Delete every object below this place, and on a local disk the empty folders too."""
+        """Delete every object below this place, and on a local disk the empty folders too. Never a
+        whole root: that is a bucket or a work folder.
+        """
+        assert self.key, f"{self} is a root"
         self.delete([found.name for found in self.objects()])
         if self.is_local:
             shutil.rmtree(self.path, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""What tests of ingest share: a target folder with just enough in it to ingest logs."""
+"""What tests of ingest share: a target folder with just enough in it to ingest logs. And those of
+harvest: two models, and no Ray.
+"""
 
 import pytest
 import torch
@@ -32,3 +34,21 @@ def configure(tmp_path, target):
         return load(None, [f"work={tmp_path / 'work'}", f"target.path={target}", *overrides])
 
     return make
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """(folder of the target, folder of another model of the same vocabulary)."""
+    from tests.helpers.tiny import make_target
+
+    folder = tmp_path_factory.mktemp("models")
+    return make_target(folder / "own"), make_target(folder / "other", "qwen3")
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Run without Ray: an actor takes seconds to start. `harvested` (tests/conftest.py) has it."""
+    from jobs.harvesting import actors
+    from tests.helpers.harvesting import here
+
+    monkeypatch.setattr(actors, "by_actors", here)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -211,7 +212,9 @@ def test_a_regression_set_without_a_round_is_skipped_by_name(work, tmp_path, mon
     def without_rounds(cfg):
         found = load_sets(cfg)
         rows, requests = found.answered["one"]
-        short = [Request(r.ids[: r.num_prompt + 1], r.num_prompt, r.features) for r in requests]
+        short: Any = [
+            Request(r.ids[: r.num_prompt + 1], r.num_prompt, r.features) for r in requests
+        ]
         found.answered["one"] = ([], []) if aside else (rows, short)
         return found
 

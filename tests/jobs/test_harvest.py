@@ -2,10 +2,7 @@
 
 import json
 import shutil
-import threading
 from datetime import UTC, datetime
-from functools import partial
-from itertools import islice
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,42 +15,16 @@ from dflash.sampling import Sampling
 from dflash.target_model import Features, load_target
 from jobs import harvest
 from jobs.dataset import samples
-from jobs.harvesting import actors, harvester, missing_features
+from jobs.harvesting import harvester
 from jobs.harvesting.screening import Fault, screen
 from store.feature_index import index_of
 from store.features import features_row
-from store.lease import lease
-from store.schemas import FEATURE_INDEX, SET_ASIDE, TRAFFIC
-from tests.helpers.selection import write_selected
-from tests.helpers.tiny import greedy_answers, make_target
+from store.schemas import FEATURE_INDEX, SET_ASIDE
+from tests.helpers.harvesting import NUM, all_rows, listed, plain, prompts_of, run, write_selected
+from tests.helpers.tiny import greedy_answers
 from tests.helpers.work import configure, record
 
 DTYPES = ["float32", "bfloat16"]
-NUM = 24
-
-
-def prompts_of(num, seed=3):
-    drawn = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 90, (num, 6), generator=drawn).tolist()
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """(folder of the target, folder of another model of the same vocabulary)."""
-    folder = tmp_path_factory.mktemp("models")
-    return make_target(folder / "own"), make_target(folder / "other", "qwen3")
-
-
-@pytest.fixture
-def in_process(monkeypatch):
-    """Run without Ray: an actor takes seconds to start. `harvested` (tests/conftest.py) has it."""
-    monkeypatch.setattr(actors, "by_actors", here)
-
-
-def here(cfg, place, chunks, num_chunks):
-    worker = harvester.Harvester(cfg, 1)
-    for chunk in chunks:
-        yield worker.shard(place, chunk)
 
 
 @pytest.fixture(params=DTYPES)
@@ -64,36 +35,14 @@ def mine(request, models, tmp_path, in_process):
     return configure(tmp_path, *words, "harvest.samples_per_shard=8"), own, other
 
 
-def plain(own, num=NUM, first=0):
-    """Capture records of the target's greedy answers."""
-    prompts = prompts_of(first + num)[first:]
-    answers = greedy_answers(own, prompts, 20)
-    return [record(first + i, *pair) for i, pair in enumerate(zip(prompts, answers, strict=True))]
-
-
 def by(other, records, **more):
     """The same requests as another model answers them."""
     answers = greedy_answers(other, [r["prompt_ids"] for r in records], 20)
     return [r | {"output_ids": a} | more for r, a in zip(records, answers, strict=True)]
 
 
-def all_rows(cfg):
-    return [row for split in ("train", "val", "test") for row in samples.load_rows(cfg, split)]
-
-
 def aside_of(cfg):
     return cfg.table("set_aside").read().to_pylist()
-
-
-def listed(cfg):
-    """Rows of the feature index, without where the files are on the disk."""
-    columns = ["sample_id", "n_tokens", "file", "row_group"]
-    return cfg.table("feature_index").read(columns).sort_by("sample_id").to_pylist()
-
-
-def run(cfg, records):
-    write_selected(cfg, records)
-    return harvest.run(cfg)
 
 
 def test_an_answer_of_another_model_is_set_aside_and_stops_nothing(mine):
@@ -216,140 +165,6 @@ def test_each_check_names_its_reason(models):
     assert reason(found.taps, found.last * float("nan")) == "not_finite"
     assert reason(holes) == "constant"
     assert reason(found.taps[:1].expand(7, -1)) == "constant"
-
-
-def test_a_killed_harvest_keeps_its_shards_when_more_is_selected(mine, monkeypatch):
-    """New samples once changed the names of all shards."""
-    cfg, own, _ = mine
-    write_selected(cfg, plain(own))
-    kill_after(monkeypatch, 2)
-    with pytest.raises(KeyboardInterrupt):
-        harvest.run(cfg)
-    monkeypatch.setattr(actors, "by_actors", here)
-    assert len(listed(cfg)) < NUM, "not all is listed"
-    found = run(cfg, plain(own, 12, first=NUM))
-    assert (found["reused"], found["samples"]) == (16, NUM - 4)
-    names = [row["sample_id"] for row in listed(cfg)]
-    assert len(names) == len(set(names)) == NUM + 12, "each once"
-    assert harvest.run(cfg)["samples"] == 0
-
-
-def kill_after(monkeypatch, num_chunks):
-    def killed(*args):
-        yield from islice(here(*args), num_chunks)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(actors, "by_actors", killed)
-
-
-@pytest.fixture
-def planned(models, work_url, tmp_path, in_process):
-    """(configuration, target) of a new work folder on a disk or in a bucket; all is selected."""
-    more = ["harvest.samples_per_shard=8", f"scratch={tmp_path / 'scratch'}"]
-    cfg = configure(work_url, f"target.path={models[0]}", *more)
-    own = load_target(models[0], torch.float32)
-    write_selected(cfg, plain(own))
-    return cfg, own
-
-
-def test_an_interrupted_harvest_ends_as_an_undisturbed_one(planned, models, tmp_path, monkeypatch):
-    """Killed twice in one run; shards that are not listed yet are adopted."""
-    cfg, own = planned
-    for _ in range(2):
-        kill_after(monkeypatch, 1)
-        with pytest.raises(KeyboardInterrupt):
-            harvest.run(cfg)
-    monkeypatch.setattr(actors, "by_actors", here)
-    assert harvest.run(cfg)["reused"] == 16
-    words = [f"target.path={models[0]}", "harvest.samples_per_shard=8"]
-    other = configure(tmp_path / "other", *words)
-    assert run(other, plain(own))["samples"] == NUM
-    assert listed(cfg) == listed(other)
-    requests = samples.with_features(cfg, all_rows(cfg))
-    for one, two in zip(requests, samples.with_features(other, all_rows(other)), strict=True):
-        assert torch.equal(one.features, two.features)
-
-
-def test_only_what_is_selected_is_harvested(planned):
-    cfg, _ = planned
-    extra = dict.fromkeys(TRAFFIC.names) | {"sample_id": "x", "prompt_ids": [1], "output_ids": [2]}
-    cfg.table("traffic").append(pa.Table.from_pylist([extra], schema=TRAFFIC))
-    assert harvest.run(cfg)["samples"] == NUM
-    assert "x" not in {row["sample_id"] for row in listed(cfg)}
-
-
-def test_a_selected_sample_that_was_deleted_from_traffic_is_missed(planned):
-    cfg, _ = planned
-    name = samples.selected(cfg)["sample_id"][3].as_py()
-    cfg.table("traffic").replace("sample_id", [name], [])
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"1 of 24 samples .* run `flywheel select` again"):
-            harvest.run(cfg)
-        assert len(listed(cfg)) == NUM - 1, "the others are kept"
-
-
-def test_two_harvests_at_once_share_the_work(planned):
-    """Three at once might delete a shard once."""
-    cfg, _ = planned
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(harvest.run(cfg))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted((one["samples"], one["reused"]) for one in found) == [(0, NUM)] * 2 + [(NUM, 0)]
-    assert len(listed(cfg)) == NUM
-
-
-def test_a_harvest_names_who_holds_the_cache(planned, monkeypatch):
-    cfg, _ = planned
-    monkeypatch.setattr(missing_features, "lease", partial(lease, wait=0.1))
-    place = cfg.place("leases", f"harvest-{samples.features_place(cfg).name}")
-    with lease(place), pytest.raises(ValueError, match=r"harvest-.* is held by .*process"):
-        harvest.run(cfg)
-    assert harvest.run(cfg)["samples"] == NUM
-
-
-def test_a_harvest_that_was_overtaken_lists_nothing(planned, monkeypatch):
-    """It was suspended, its lease ended, and another host took over."""
-    cfg, _ = planned
-    leases = cfg.place("leases", f"harvest-{samples.features_place(cfg).name}")
-
-    def overtaken(*args):
-        yield from here(*args)
-        leases.create("00000002.json", json.dumps({"who": "another host", "until": 0.0}).encode())
-
-    monkeypatch.setattr(actors, "by_actors", overtaken)
-    monkeypatch.setattr(missing_features, "COMMIT_SECONDS", 60.0)
-    with pytest.raises(
-        ValueError, match=r"another host may have taken over: nothing was committed"
-    ):
-        harvest.run(cfg)
-    assert listed(cfg) == []
-    monkeypatch.setattr(actors, "by_actors", here)
-    found = harvest.run(cfg)
-    assert (found["samples"], found["reused"]) == (0, NUM), "its finished shards are adopted"
-
-
-def test_chunks_are_made_as_they_are_taken(planned):
-    """The tokens of a whole selection need not fit into memory."""
-    cfg, _ = planned
-    rows, taken = samples.selected(cfg), []
-
-    def tokens():
-        for batch in samples.with_tokens(cfg, rows):
-            for i in range(0, len(batch), 3):
-                taken.append(batch.slice(i, 3))
-                yield taken[-1]
-
-    chunks = missing_features.chunks_of(rows, tokens(), 8)
-    first = next(chunks)
-    assert (len(first), sum(map(len, taken))) == (8, 9)
-    every = pa.concat_tables([first, *chunks])
-    assert every.column_names == missing_features.CHUNK
-    assert sorted(every["sample_id"].to_pylist()) == rows["sample_id"].to_pylist()
-    traffic = cfg.table("traffic").read(missing_features.CHUNK).to_pylist()
-    assert sorted(every.to_pylist(), key=str) == sorted(traffic, key=str)
 
 
 @pytest.fixture

@@ -81,8 +81,9 @@ class Select:
 
     def budget(self, domain: str) -> int:
         """Most tokens of this domain."""
-        given = dict(entry.rpartition("=")[::2] for entry in self.domains)
-        return int(given.get(domain, given.get("*", self.domain_tokens)))
+        parts = (entry.rpartition("=") for entry in self.domains)
+        given = {name: int(tokens) for name, _, tokens in parts}
+        return given.get(domain, given.get("*", self.domain_tokens))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,7 @@ from jobs import promote
 from jobs.base.config import load
 from jobs.promotion import champion_moves
 from functools import partial
+from typing import Any
 from store.lease import lease
 champion_moves.lease = partial(lease, seconds=3.0)
 decide = promote._decide
@@ -104,7 +106,7 @@ def test_a_promotion_that_was_suspended_finds_its_lease_gone(cfg, monkeypatch):
     for one in (folder, other):
         evaluate(cfg, one)
     command = [sys.executable, "-c", SUSPENDED, f"work={cfg.work}", f"promote.drafter={folder}"]
-    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    pipes: Any = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
     with subprocess.Popen(command, **pipes) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
