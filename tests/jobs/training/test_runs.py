@@ -128,7 +128,7 @@ def test_a_restarted_worker_reads_the_pin_and_not_the_tables(fresh):
     assert [s.sample_id for s in before[0]] == [s.sample_id for s in after[0]]
     assert before[1].equals(after[1])
     assert read.versions == begun.pin.versions
-    assert live(cfg).versions["selection"] > read.versions["selection"]
+    assert live(cfg).versions["selection"] != read.versions["selection"]
     assert ids(live(cfg)) > ids(read)
 
 
