@@ -68,14 +68,12 @@ def _runs(cfg: Config) -> tuple[Config, Config]:
 def _scattered(cfg: Config) -> list[tuple[Table, int, int]]:
     """(table, number of its small shards, their bytes) of tables that have too many of them."""
     tables = [one.table(name) for one in _runs(cfg) for name in TABLES]
-    found = [(table, small_shards(table)) for table in tables]
+    found = [(table, small_shards(table.shards().values())) for table in tables]
     return [(table, len(s), sum(one.bytes for one in s)) for table, s in found if s]
 
 
 def _compacted(table: Table) -> str:
-    if compact(table):
-        return f"now {len(table.shards())} shards"
-    return "left for the next gc: other commands changed them meanwhile"
+    return f"now {len(table.shards(compact(table)))} shards"
 
 
 def _garbage(cfg: Config) -> Garbage:

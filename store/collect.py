@@ -1,9 +1,8 @@
 """Compaction of narrow tables, and the files of a table that no version needs any more."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
-from deltalake import DeltaTable, WriterProperties
-from deltalake.exceptions import CommitFailedError
+from deltalake import DeltaTable
 
 from store.place import Found
 from store.table_shards import Shard
@@ -14,38 +13,43 @@ TARGET = 64 << 20
 SMALL = TARGET // 4
 FEW = 16
 """Small shards that a table may have: together they cost a reader less than a second."""
-GROUP = 16 << 20
-"""Bytes of a row group after compaction: who reads one row reads its group."""
-TRIES = 3
 
 
-def small_shards(table: Table) -> list[Shard]:
+def small_shards(live: Collection[Shard]) -> list[Shard]:
     """The shards that compaction would put together; empty if they are too few to be worth it."""
-    small = [shard for shard in table.shards().values() if shard.bytes < SMALL]
+    small = [shard for shard in live if shard.bytes < SMALL]
     return small if len(small) > FEW else []
 
 
-def compact(table: Table) -> bool:
-    """Write the rows of small shards into shards of about TARGET bytes, in one commit. The rows are
-    the same, and old versions stay readable.
+def compact(table: Table) -> int:
+    """Write the rows of small shards into shards of about TARGET bytes, in one commit; returns the
+    version. The rows are the same, and old versions stay readable.
 
-    Returns False if each attempt was lost to a writer that removed some of these shards meanwhile.
+    It is a change like any other: computed again if another writer commits first. The compaction
+    of deltalake (1.6.6) is not. Beside a removal, or another compaction, it brings rows back or
+    doubles them (docs/decisions/037).
     """
-    shards = table.shards().values()
-    per_group = GROUP * sum(s.rows for s in shards) // sum(s.bytes for s in shards)
-    properties = WriterProperties(
-        compression="ZSTD", compression_level=1, max_row_group_size=max(1, per_group)
-    )
-    for _ in range(TRIES):
-        try:
-            with told(table.place):
-                DeltaTable(str(table.place)).optimize.compact(
-                    target_size=TARGET, max_concurrent_tasks=1, writer_properties=properties
-                )
-            return True
-        except CommitFailedError:
-            continue
-    return False
+
+    def change(live: dict[str, Shard]) -> tuple[list[Shard], list[str]]:
+        made, gone = [], []
+        for group in _groups(small_shards(live.values())):
+            made.append(table.write(table.read(names={shard.name for shard in group})))
+            gone += [shard.name for shard in group]
+        return [shard for shard in made if shard.name not in live], gone
+
+    return table.change(change, {"compacted": True})
+
+
+def _groups(shards: list[Shard]) -> Iterator[list[Shard]]:
+    """Shards whose bytes add up to about TARGET, those of like rows together."""
+    group: list[Shard] = []
+    for shard in sorted(shards, key=lambda shard: (str(sorted(shard.low.items())), shard.name)):
+        if group and sum(one.bytes for one in group) + shard.bytes > TARGET:
+            yield group
+            group = []
+        group.append(shard)
+    if len(group) > 1:
+        yield group
 
 
 def unneeded(table: Table, days: float, keep: Collection[int] = ()) -> list[Found]:

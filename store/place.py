@@ -106,7 +106,7 @@ class Place:
         """
         with told(self, name):
             obstore.put(_store(self.root), self._key(name), data)
-        self._sync(name)
+        self.sync(name)
 
     def create(self, name: str, data: Any) -> bool:
         """As `write`, but only if there is no such object; returns whether it was written."""
@@ -115,7 +115,7 @@ class Place:
                 obstore.put(_store(self.root), self._key(name), data, mode="create")
         except FileExistsError:
             return False
-        self._sync(name)
+        self.sync(name)
         return True
 
     def objects(self, prefix: str = "") -> Iterator[Found]:
@@ -224,7 +224,7 @@ class Place:
         """Whether there is no such local folder: reading must not make one."""
         return self.is_local and not (self.path / name).is_dir()
 
-    def _sync(self, name: str) -> None:
+    def sync(self, name: str) -> None:
         """Make a written local file and its folder durable; a bucket is when it answers."""
         if self.is_local:
             file = self.path / name
@@ -284,8 +284,8 @@ def told(place: Place, name: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
     except BaseError as error:
-        if is_denial(error):
-            raise denied(where) from error
+        if fault := plain_fault(error, where):
+            raise fault from error
         text = first_line(error)
         if not place.is_local:
             text = f"the store does not answer ({text}): run the same command again later"
@@ -302,6 +302,7 @@ def denied(where: str) -> PermissionError:
     )
 
 
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 DENIALS = (
     "403 Forbidden",
     "AccessDenied",
@@ -313,9 +314,16 @@ DENIALS = (
 )
 
 
-def is_denial(error: Exception) -> bool:
-    """Whether an error says that the store refuses access; its type does not always say so."""
-    return any(sign in str(error) for sign in DENIALS)
+def plain_fault(error: Exception, where: str) -> OSError | None:
+    """The error for a refused access or a missing bucket, None for others; the type of a library's
+    error does not always say so.
+    """
+    if any(sign in str(error) for sign in DENIALS):
+        return denied(where)
+    if any(sign in str(error) for sign in NO_BUCKET):
+        text = "there is no such bucket: create it, or correct `work`"
+        return FileNotFoundError(errno.ENOENT, text, where)
+    return None
 
 
 def first_line(error: Exception) -> str:

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 
-from store.place import Place, denied, first_line, is_denial
+from store.place import Place, first_line, plain_fault
 from store.table_shards import Shard, added, live_shards, removed, write_shard
 
 TRIES = 60
@@ -123,8 +123,12 @@ class Table:
             time.sleep(random.uniform(0, min(2.0, 0.02 * 2**attempt)))
         raise OSError(f"{self.place}: {TRIES} commits were lost to other writers; run again")
 
-    def dataset(self, version: int | None = None) -> ds.Dataset:
-        """The rows of a version (default: the latest) to scan by column and filter, not loaded."""
+    def dataset(
+        self, version: int | None = None, names: Collection[str] | None = None
+    ) -> ds.Dataset:
+        """The rows of a version (default: the latest), or of its shards `names`, to scan by column
+        and filter, not loaded.
+        """
         found = self._open(version)
         if found is None:
             return ds.dataset(self.schema.empty_table())
@@ -135,6 +139,7 @@ class Table:
         fragments = [
             form.make_fragment(f"{folder}/{shard.name}", files, shard.bounds(self.schema))
             for shard in live_shards(found).values()
+            if names is None or shard.name in names
         ]
         return ds.FileSystemDataset(fragments, self.schema, form, files)
 
@@ -143,15 +148,16 @@ class Table:
         columns: Sequence[str] | None = None,
         where: pc.Expression | None = None,
         version: int | None = None,
+        names: Collection[str] | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """Rows of a version in batches, in the order of the shards' names; the memory that this
         needs does not grow with the table.
         """
-        dataset = self.dataset(version)
-        names = list(self.schema.names if columns is None else columns)
+        dataset = self.dataset(version, names)
+        kept = list(self.schema.names if columns is None else columns)
         with told(self.place):
             yield from dataset.scanner(
-                columns=names, filter=where, batch_readahead=2, fragment_readahead=1
+                columns=kept, filter=where, batch_readahead=2, fragment_readahead=1
             ).to_batches()
 
     def read(
@@ -159,11 +165,12 @@ class Table:
         columns: Sequence[str] | None = None,
         where: pc.Expression | None = None,
         version: int | None = None,
+        names: Collection[str] | None = None,
     ) -> pa.Table:
-        """Rows of a version as one Arrow table; for what is bounded."""
-        names = list(self.schema.names if columns is None else columns)
-        schema = pa.schema([self.schema.field(name) for name in names])
-        return pa.Table.from_batches(self.batches(names, where, version), schema)
+        """Rows of a version, or of its shards `names`, as one Arrow table; for what is bounded."""
+        kept = list(self.schema.names if columns is None else columns)
+        schema = pa.schema([self.schema.field(name) for name in kept])
+        return pa.Table.from_batches(self.batches(kept, where, version, names), schema)
 
     def lost(self) -> list[Shard]:
         """Live shards whose object is gone or has another size. Costs a listing."""
@@ -187,7 +194,7 @@ class Table:
 
     def _commit(self, table: DeltaTable, actions: list[Any], note: dict[str, Any]) -> bool:
         """Commit as the next version; False if another writer has committed that."""
-        mine = {"commit": os.urandom(8).hex()} | note
+        mine, number = {"commit": os.urandom(8).hex()} | note, table.version() + 1
         try:
             with told(self.place):
                 table.create_write_transaction(
@@ -200,11 +207,13 @@ class Table:
                 )
         except (CommitFailedError, OSError) as error:
             # The answer of the store may have been lost, after it had committed.
-            if self.note(table.version() + 1).get("commit") == mine["commit"]:
+            if self.note(number).get("commit") == mine["commit"]:
                 return True
             if isinstance(error, OSError):
                 raise
             return False
+        # The library does not: after a power cut, an empty commit would be read as one of nothing.
+        self.place.sync(f"_delta_log/{number:020}.json")
         return True
 
     def _options(self) -> dict[str, str] | None:
@@ -253,6 +262,7 @@ OPTIONS = {
 KEEP = {
     "delta.logRetentionDuration": "interval 3650 days",
     "delta.deletedFileRetentionDuration": f"interval {KEPT_DAYS} days",
+    "delta.dataSkippingNumIndexedCols": "-1",  # statistics of every column, as we write them
 }
 """Old versions end with `flywheel gc`, not by themselves. A log tells for KEPT_DAYS when a file was
 removed from its table."""
@@ -285,6 +295,6 @@ def told(place: Place, name: str = "") -> Iterator[None]:
         ) from error
     except (DeltaError, OSError, pa.ArrowInvalid) as error:
         text = first_line(error)
-        if is_denial(error):
-            raise denied(where) from error
+        if fault := plain_fault(error, where):
+            raise fault from error
         raise OSError(f"{where}: cannot be read or written ({text}); run again") from error

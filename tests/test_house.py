@@ -44,7 +44,7 @@ def test_the_house_as_it_is_keeps_its_contracts(house):
         ("jobs/train.py", "from jobs.harvest import run", "Stages are independent"),
         ("jobs/training/loop.py", "import jobs.train", "Stages are independent"),
         ("jobs/base/console.py", "import jobs.dataset.slices", "Stages are independent"),
-        ("jobs/proof/speed.py", "import jobs.reporting.tables", "Stages are independent"),
+        ("jobs/proof/speed.py", "import jobs.reporting.page_tables", "Stages are independent"),
         ("jobs/evaluate.py", "import pipelines.demo", "Packages import downwards"),
         ("store/files.py", "from jobs.base.config import Config", "Packages import downwards"),
         ("dflash/losses.py", "import ray", "The method knows no"),

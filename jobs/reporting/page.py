@@ -11,7 +11,7 @@ from markupsafe import Markup
 from jobs.base.config import Config
 from jobs.base.console import short_name, visible
 from jobs.base.packages import DISTRIBUTION, SHOWN, installed
-from jobs.reporting import coverage, methods_table, tables
+from jobs.reporting import coverage, methods_table, page_tables
 from jobs.reporting.facts import Facts, evaluated
 from jobs.reporting.figures import draw
 from jobs.reporting.worst_contexts import worst_contexts
@@ -58,19 +58,19 @@ def render(cfg: Config, facts: Facts) -> str:
     evaluation = facts.evaluation
     return environment.get_template("page.html").render(
         title=evaluation["drafter"],
-        lead=tables.lead(facts),
-        headline=tables.headline(facts),
+        lead=page_tables.lead(facts),
+        headline=page_tables.headline(facts),
         subject=facts.version,
         evaluation=evaluation,
-        verdict=tables.verdict(facts),
-        leakage=tables.leakage(facts),
-        faults=tables.verified_faults(facts),
-        power=tables.power(facts),
-        slices=tables.slice_table(facts),
-        by_k=tables.k_table(facts),
+        verdict=page_tables.verdict(facts),
+        leakage=page_tables.leakage(facts),
+        faults=page_tables.verified_faults(facts),
+        power=page_tables.power(facts),
+        slices=page_tables.slice_table(facts),
+        by_k=page_tables.k_table(facts),
         batches=list(facts.verified["predicted"]) if facts.verified else [],
-        advice=tables.k_advice(facts),
-        served=tables.served(facts),
+        advice=page_tables.k_advice(facts),
+        served=page_tables.served(facts),
         preflight=facts.preflight,
         pictures=draw(facts),
         examples=worst_contexts(cfg, evaluation["target_id"], facts.version, evaluation["k"]),

@@ -213,11 +213,13 @@ def test_small_shards_are_put_together(cfg):
     for i in range(20):
         table.append(rows(f"log{i:02}"))
     before, version = sorted_rows(table), table.version()
+    before_rows = pa.Table.from_pylist(before, schema=TRAFFIC)
     assert gc.plan(cfg)["small"] == {str(table.place): 20}
     assert table.version() == version
     gc.run(cfg)
     (shard,) = table.shards().values()
     assert (shard.low["log"], shard.high["log"]) == ("log00", "log19")
+    assert {*shard.low} == {*table.write(before_rows).low}, "bounds of the same columns"
     assert sorted_rows(table) == before == sorted_rows(table, version)
     assert table.read().schema == TRAFFIC
     table.replace("log", ["log03", "log19"], [table.write(rows("log19", 1))])

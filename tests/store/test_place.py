@@ -2,9 +2,11 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pyarrow as pa
 import pytest
 
 from store.place import Place, place_of, read_json, write_json
+from store.tables import Table
 
 
 @pytest.fixture(params=["local", "bucket"])
@@ -88,3 +90,11 @@ def test_an_identity_that_may_not_write_is_told(s3, monkeypatch):
         place_of(url).write("x", b"")
     assert url in str(found.value.filename)
     assert "check the permissions" in str(found.value.strerror)
+
+
+def test_a_missing_bucket_is_named(s3_env):
+    place = place_of("s3://no-such-bucket/run")
+    with pytest.raises(FileNotFoundError, match="no such bucket: create it"):
+        list(place.objects())
+    with pytest.raises(FileNotFoundError, match="no such bucket: create it"):
+        Table(place / "traffic", pa.schema([("n", pa.int32())])).version()

@@ -87,7 +87,7 @@ def answer(row, walk):
         "per_step_drafted": [K] * len(counts),
     }
     return Completion(
-        request_id=row["request_id"],
+        request_id=row["sample_id"],
         prompt_ids=row["prompt_ids"],
         output_ids=row["output_ids"],
         text="",
