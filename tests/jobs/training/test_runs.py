@@ -288,10 +288,10 @@ def test_features_that_cannot_be_read_are_one_message(fresh, workers):
 
 
 def spoil(cfg):
-    """Give the last train sample features of another width; returns its id."""
-    pin, place = live(cfg), features_place(cfg)
-    data = training_set(cfg, pin, 4)
-    sample = max(data.samples, key=lambda sample: sample.sample_id)
+    """Give a sample of the second step features of another width; returns its id."""
+    place, data = features_place(cfg), training_set(cfg, live(cfg), 4)
+    picks = step_indices(1, len(data.samples), cfg.train.batch_size, cfg.train.seed)
+    sample = data.samples[picks[0][1]]
     schema = features_schema(
         target_id(cfg.target_path), list(target_taps(cfg)), target_config(cfg)["hidden_size"]
     )
