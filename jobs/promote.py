@@ -27,6 +27,11 @@ def run(cfg: Config) -> dict[str, Any]:
     evaluation, and when another promotion holds the lease.
     """
     candidate = read_candidate(cfg)
+    if not cfg.place().is_local and not cfg.mlflow.uri:
+        console.print(
+            f"note: {cfg.place()} can be used by several hosts, but the registry is a file of this "
+            "one: set mlflow.uri to a server that all of them reach"
+        )
     with promoting(cfg) as moves:
         champion = moves.registry.current(CHAMPION)
         moves.complete_history(champion)

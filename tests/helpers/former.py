@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jobs.base.config import Config
@@ -78,8 +77,8 @@ def make_former(cfg: Config, work: Path) -> None:
     for key, rows in (("aaaa", traffic.slice(0, half)), ("bbbb", traffic.slice(half))):
         write_log(work, key, rows, REJECTS.empty_table())
     index = cfg.table("feature_index").read()
-    for key in pc.unique(index["features_key"]).to_pylist():
+    for key in index["features_key"].unique().to_pylist():
         shutil.copytree(cfg.place("features", key).path, work / "features" / key)
-        files = [{"file": name} for name in pc.unique(index["file"]).to_pylist()]
+        files = [{"file": name} for name in index["file"].unique().to_pylist()]
         write_manifest(work / "features" / key, "made", files)
         (work / "features" / key / "seen.json").write_text("{}")
