@@ -31,7 +31,7 @@ from bench.trainers.task import last_states, training_samples, write_task
 from dflash.acceptance import tau
 from dflash.model import Drafter, new_drafter
 from dflash.optim import build_optimizers
-from dflash.replay import Recorded, replay
+from dflash.replay import Replayable, replay
 from dflash.target_model import Target, load_target, resolve_dtype
 from dflash.training_step import mixed_precision
 from jobs.base.config import Config, load
@@ -147,7 +147,7 @@ def run(
     racers: dict[str, Racer],
     target: Target,
     drafter: Drafter,
-    val: Sequence[Recorded],
+    val: Sequence[Replayable],
     weights: Path,
 ) -> None:
     """Race until every side has reached the goal or the end of its schedule."""

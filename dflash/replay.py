@@ -26,7 +26,7 @@ Accepted = tuple[Tensor, Tensor, Tensor, Tensor]
 """Drafts accepted in a round: hidden states [M, H]; tokens, requests and places in the row [M]."""
 
 
-class Recorded(Protocol):
+class Replayable(Protocol):
     """What is replayed. Its features may be read when they are asked for."""
 
     @property
@@ -69,7 +69,7 @@ def replay(
     drafter: Drafter,
     embedding: Tensor,
     head: Tensor,
-    requests: Sequence[Recorded],
+    requests: Sequence[Replayable],
     num_drafts: int,
     batch_tokens: int = 16384,
 ) -> list[list[int]]:
@@ -87,7 +87,7 @@ def replay_many(
     drafter: Drafter,
     embedding: Tensor,
     head: Tensor,
-    requests: Sequence[Recorded],
+    requests: Sequence[Replayable],
     ks: Sequence[int],
     batch_tokens: int = 16384,
     progress: Callable[[int], object] = lambda done: None,
@@ -139,7 +139,7 @@ class _Batch:
     """
 
     def __init__(
-        self, drafter: Drafter, embedding: Tensor, head: Tensor, requests: Sequence[Recorded]
+        self, drafter: Drafter, embedding: Tensor, head: Tensor, requests: Sequence[Replayable]
     ):
         device = embedding.device
         self.drafter, self.embedding = drafter, embedding

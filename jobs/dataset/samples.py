@@ -125,7 +125,7 @@ def rows_with_rounds(cfg: Config, taps: Sequence[int] = ()) -> list[Row]:
 
 @dataclass(frozen=True)
 class StoredRequest:
-    """A request to replay whose features are read when they are asked for (dflash.replay.Recorded).
+    """A request whose features are read when they are asked for (dflash.replay.Replayable).
 
     ids [P + n] int64: prompt and output.
     """

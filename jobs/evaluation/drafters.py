@@ -8,14 +8,13 @@ from torch import Tensor
 
 from dflash.checkpoint import drafter_sha256, load_drafter, read_config
 from dflash.model import Drafter
-from dflash.replay import Request
 from dflash.target_model import load_borrowed
 from jobs.base.config import Config
 from jobs.base.devices import compute_device, compute_dtype
 from jobs.base.drafter_folders import local_folder, newest_drafter
 from jobs.base.drafter_shape import misfits
 from jobs.base.target_facts import target_taps
-from jobs.dataset.samples import load_rows, none_of_target, set_aside, with_features
+from jobs.dataset.samples import Requests, load_rows, none_of_target, set_aside, with_features
 from jobs.dataset.slices import Row
 from jobs.registry.versions import resolve
 
@@ -93,7 +92,7 @@ def held_out(cfg: Config, sides: Sequence[Side]) -> list[Row]:
     return rows
 
 
-def features_of(cfg: Config, side: Side, rows: list[Row]) -> list[Request]:
+def features_of(cfg: Config, side: Side, rows: list[Row]) -> Requests:
     """Requests with the features of a side's taps. Raises ValueError that says how to get them."""
     try:
         return with_features(cfg, rows, side.taps)

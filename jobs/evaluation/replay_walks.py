@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dflash.model import Drafter, new_drafter
-from dflash.replay import Recorded, replay, replay_many
+from dflash.replay import Replayable, replay, replay_many
 from jobs.base.config import Config
 from jobs.base.drafter_shape import drafter_config
 from jobs.dataset.samples import CACHE_BYTES, selected, with_tokens
@@ -49,7 +49,7 @@ def leaks(cfg: Config, rows: list[Row], sides: Sequence[Side]) -> dict[str, int]
     return {"leaking": len(known), "samples": len(rows)}
 
 
-def draftable(drafter: Drafter, head: Tensor, requests: Sequence[Recorded]) -> float:
+def draftable(drafter: Drafter, head: Tensor, requests: Sequence[Replayable]) -> float:
     """Share of the answers' tokens that are in the drafter's vocabulary. First tokens do not count:
     they come from the prefill.
     """
@@ -58,7 +58,7 @@ def draftable(drafter: Drafter, head: Tensor, requests: Sequence[Recorded]) -> f
 
 
 def replay_all(
-    drafter: Drafter, borrowed: Borrowed, requests: Sequence[Recorded]
+    drafter: Drafter, borrowed: Borrowed, requests: Sequence[Replayable]
 ) -> dict[int, list[list[int]]]:
     """Walks for every K from 1 to block_size - 1.
 
@@ -89,7 +89,7 @@ def parts(sizes: Sequence[int], most: int) -> Iterator[range]:
         yield range(start, len(sizes))
 
 
-def untrained_walks(cfg: Config, requests: Sequence[Recorded], k: int) -> list[list[int]]:
+def untrained_walks(cfg: Config, requests: Sequence[Replayable], k: int) -> list[list[int]]:
     """Walks of an untrained drafter of the configured shape: where the loop starts."""
     borrowed = load_on(cfg)
     drafter = new_drafter(replace(drafter_config(cfg), draft_vocab_size=0), cfg.train.seed)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dflash.diagnose import Agreement, Answer, Trace, compare, explain, fits_better, in_a_row
 from dflash.hypotheses import AS_CONFIGURED, Hypothesis
 from dflash.model import Drafter
-from dflash.replay import Request
+from dflash.replay import Replayable
 from dflash.target_model import Target
 from jobs.base.checks import Check
 from jobs.proof.round_comparison import FAR, MAX_WRONG, table
@@ -42,7 +42,7 @@ class Ours:
     target: Target
     drafter: Drafter
     rows: list[Row]
-    recorded: list[Request]
+    recorded: Sequence[Replayable]
     answers: list[Answer]
     table: list[Hypothesis]
     k: int

@@ -12,7 +12,7 @@ from dflash.acceptance import tau
 from dflash.checkpoint import cast
 from dflash.drafter_config import DrafterConfig
 from dflash.model import Drafter, drafter_of
-from dflash.replay import Recorded, replay
+from dflash.replay import Replayable, replay
 from jobs.dataset.slices import SHOWN
 
 
@@ -75,7 +75,7 @@ def replay_val(
     drafter: Drafter,
     embedding: Tensor,
     head: Tensor,
-    val: Sequence[tuple[str, Recorded]],
+    val: Sequence[tuple[str, Replayable]],
     rank: int,
     world: int,
 ) -> Taus:

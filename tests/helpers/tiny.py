@@ -20,7 +20,7 @@ from transformers import (
 from dflash.decode import Decoded, decode
 from dflash.drafter_config import DrafterConfig
 from dflash.model import Drafter, block_embeds, new_drafter
-from dflash.replay import Recorded, Request
+from dflash.replay import Replayable, Request
 from dflash.target_model import Target
 
 SHAPE: dict[str, Any] = {
@@ -135,7 +135,7 @@ def greedy_answers(
 
 
 def learn(
-    config: DrafterConfig, target: Target, requests: Sequence[Recorded], steps: int
+    config: DrafterConfig, target: Target, requests: Sequence[Replayable], steps: int
 ) -> Drafter:
     """A drafter that has memorised these answers after seconds: most of them after 70 steps.
 
