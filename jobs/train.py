@@ -124,7 +124,7 @@ def _trained(cfg: Config, chosen: Chosen) -> dict[str, Any]:
 
 def _inputs(cfg: Config, pin: Pin) -> dict[str, Any]:
     return {
-        "versions": pin.versions,
+        **{f"{table}_version": version for table, version in pin.versions.items()},
         "features": features_place(cfg).name,
         "target_id": target_id(cfg.target_path),
         "target_layer_ids": list(target_taps(cfg)),
