@@ -107,7 +107,7 @@ def ask(cfg: Config, ours: Ours, folder: str, asked: list[Request]) -> Pool:
     """The answers of a plain and of a drafting server to these prompts."""
     at_once = cfg.verify.concurrency
     drafting = server(serving(cfg, folder, [ours.k]), "false-alarms-drafted.log")
-    drafting.drafts = cfg.path("logs", "false-alarms.drafts")
+    drafting.drafts = cfg.path("server_logs", "false-alarms.drafts")
     with drafting:
         drafted = complete(drafting.url, asked, at_once, "with the drafter")
     with server(serving(cfg, "", []), "false-alarms-plain.log") as running:

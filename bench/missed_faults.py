@@ -108,7 +108,7 @@ def judged(
 ) -> dict[str, Any]:
     """Which checks find that the served drafter is not the one in `folder`, and the counts."""
     running = server(serving(cfg, str(served), [ours.k]), "missed-faults.log")
-    running.drafts = cfg.path("logs", "missed-faults.drafts")
+    running.drafts = cfg.path("server_logs", "missed-faults.drafts")
     with running:
         answers = complete(running.url, asked, cfg.verify.concurrency)
     names = [str(one.conversation) for one in asked]

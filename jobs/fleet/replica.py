@@ -13,7 +13,7 @@ from store.place import newest_json
 
 
 def server(cfg: Config, log: str = "serve.log") -> Server:
-    """The server that the configuration describes, not started. vLLM prints to <work>/logs/`log`.
+    """The server that the configuration describes, not started. vLLM prints to <scratch>/server_logs/`log`.
 
     Raises ValueError if serve.drafter is champion and there is none.
     """
@@ -34,7 +34,7 @@ def server(cfg: Config, log: str = "serve.log") -> Server:
         capture=serve.capture or None,
         target_id=target_id(cfg.target_path),
         drafter_version=name,
-        log=cfg.path("logs", log),
+        log=cfg.path("server_logs", log),
         args=tuple(serve.args),
     )
 

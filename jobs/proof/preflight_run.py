@@ -189,7 +189,7 @@ def serve(cfg: Config, folder: Path, rows: Sequence[Row], k: int) -> Served:
     """
     settings = {"host": "127.0.0.1", "port": 0, "drafter": str(folder), "k": [k], "capture": ""}
     running = server(cfg.override("serve", **settings), "preflight.log")
-    path = cfg.path("logs", "preflight.drafts")
+    path = cfg.path("server_logs", "preflight.drafts")
     running.drafts = path if vllm_runs_on_cpu() else None
     with running:
         asked = [as_request(row) for row in rows]
