@@ -13,7 +13,8 @@ from store.place import newest_json
 
 
 def server(cfg: Config, log: str = "serve.log") -> Server:
-    """The server that the configuration describes, not started. vLLM prints to <scratch>/server_logs/`log`.
+    """The server that the configuration describes, not started. vLLM prints to the file `log` in
+    <scratch>/server_logs.
 
     Raises ValueError if serve.drafter is champion and there is none.
     """
