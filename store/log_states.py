@@ -54,12 +54,14 @@ class States:
 
     published: dict[str, LogState]
     marked: dict[str, LogState]
+    broken: dict[str, LogState]
+    """States of markers that lack a shard: to be read again, but traffic/ may have their rows."""
     lost: list[Shard]  # of traffic and rejects
     by_content: dict[tuple[int, str], list[LogState]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, logs: Table, markers: Place, tables: Sequence[Table]) -> "States":
-        """Read all of them. A marker counts only if every shard that it names is whole.
+        """Read all of them. A marker spares a reading only if every shard that it names is whole.
 
         What is left of a lost shard of `tables` is deleted, so that it can be written again.
         """
@@ -70,8 +72,8 @@ class States:
             broken = table.lost()
             table.place.delete([shard.name for shard in broken])
             lost += broken
-        found = cls(published, _marked(markers, tables), lost)
-        for state in (found.published | found.marked).values():
+        found = cls(published, *_marked(markers, tables), lost)
+        for state in (found.published | found.marked | found.broken).values():
             if state.bytes:  # every log begins with an empty one
                 found.by_content.setdefault((state.bytes, state.sha256), []).append(state)
         return found
@@ -113,19 +115,23 @@ def mark(markers: Place, state: LogState) -> LogState:
     return _of_marker(markers.read(name)) or state
 
 
-def _marked(markers: Place, tables: Sequence[Table]) -> dict[str, LogState]:
+def _marked(
+    markers: Place, tables: Sequence[Table]
+) -> tuple[dict[str, LogState], dict[str, LogState]]:
+    """The states of markers by key: those whose shards are all there, and the others."""
     names = [found.name for found in markers.objects() if "/" not in found.name]
     if not names:
-        return {}
+        return {}, {}
     there = {(found.name, found.size) for table in tables for found in table.place.objects()}
-    marked = {}
+    marked, broken = {}, {}
     for name in names:
         state = _of_marker(markers.read(name))
-        if state and {(s.name, s.bytes) for s in shards_of(state)} <= there:
-            marked[state.log] = state
-        else:
+        if state is None:
             markers.delete([name])
-    return marked
+            continue
+        whole = {(s.name, s.bytes) for s in shards_of(state)} <= there
+        (marked if whole else broken)[state.log] = state
+    return marked, broken
 
 
 def shards_of(state: LogState) -> list[Shard]:

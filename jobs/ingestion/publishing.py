@@ -75,7 +75,8 @@ class Publisher:
             self.held.check()
             logs.replace("log", _keys(new, stale), [rows])
         over = {state.log for state in stale} | self.states.published.keys()
-        keys = {read.state.log for read in new} | (over & self.states.marked.keys())
+        marked = self.states.marked.keys() | self.states.broken.keys()
+        keys = {read.state.log for read in new} | (over & marked)
         self.cfg.place("ingesting").delete([f"{key}.json" for key in keys])
 
     def _replace(
