@@ -17,6 +17,7 @@ from jobs.base.config import Config, load
 from jobs.fleet import server_pool
 from jobs.proof import engine_checks, kept_results, preflight_run
 from jobs.proof.template_check import Endings, check_template
+from tests.helpers.tiny import native_bfloat16
 from tests.helpers.work import CHAT_SETTINGS, make_chats
 
 pytest.importorskip("vllm")
@@ -212,6 +213,7 @@ def test_a_preflight_that_compared_nothing_is_not_passed():
     assert preflight_run.nothing_compared([*skipped[:1], Check("drafts", "fine")]) == []
 
 
+@native_bfloat16
 def test_a_sound_drafter_passes_in_bfloat16(work):
     """All 13,517 drafts once equalled ours, but near ties and texts failed the preflight."""
     good = work / "drafters" / "good"
