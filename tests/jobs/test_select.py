@@ -1,6 +1,7 @@
 """flywheel select: budgets, caps, sides and versions, on rows written straight into traffic/."""
 
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -33,7 +34,7 @@ def cfg(work_url, tmp_path, target) -> Config:
 def row(cfg: Config, i: int, **more) -> dict:
     """A TRAFFIC row of ten tokens, captured i hours before NEWEST."""
     prompt, output = more.pop("prompt_ids", [i, 7, 8, 9, 10, 11]), [1, 2, 3, i]
-    found = dict.fromkeys(TRAFFIC.names) | {
+    found: dict[str, Any] = dict.fromkeys(TRAFFIC.names) | {
         "conversation_id": f"c{i}",
         "split": split_of(f"c{i}", 10, 10),
         "domain": "a",

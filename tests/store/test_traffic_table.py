@@ -64,7 +64,7 @@ def test_a_side_of_an_earlier_selection_stays_unless_training_needs_it():
     rows = [sample([*range(10, 15 + i)], second=i) for i in range(3)]  # one group: prefixes
     alone = sides(read(rows))
     [side] = set(alone.values())
-    first = rows[0]["sample_id"]
+    first = str(rows[0]["sample_id"])
     for earlier in ("train", "val", "test"):
         table = regroup(pa.Table.from_pylist(rows, schema=TRAFFIC), set(), {first: earlier})
         nearer = min(side, earlier, key=["train", "val", "test"].index)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -87,7 +86,6 @@ from jobs import promote
 from jobs.base.config import load
 from jobs.promotion import champion_moves
 from functools import partial
-from typing import Any
 from store.lease import lease
 champion_moves.lease = partial(lease, seconds=3.0)
 decide = promote._decide
@@ -106,8 +104,8 @@ def test_a_promotion_that_was_suspended_finds_its_lease_gone(cfg, monkeypatch):
     for one in (folder, other):
         evaluate(cfg, one)
     command = [sys.executable, "-c", SUSPENDED, f"work={cfg.work}", f"promote.drafter={folder}"]
-    pipes: Any = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-    with subprocess.Popen(command, **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         process.send_signal(signal.SIGSTOP)
