@@ -26,7 +26,7 @@ SIDES = ("train", "val", "test")
 
 def plan(cfg: Config) -> dict[str, Any]:
     """What `run` would take, by domain and reason; writes nothing."""
-    ranking = _ranking(cfg, target_id(cfg.target_path))
+    ranking = _ranking(cfg, target_id(cfg.target_path), _versions(cfg))
     show_reasons(ranking.counts)
     return {"stage": "select", "plan": _by_domain(ranking.counts), "budgets": ranking.budgets}
 
@@ -39,11 +39,10 @@ def run(cfg: Config) -> dict[str, Any]:
     """
     identity = target_id(cfg.target_path)
     with lease(cfg.place("leases", "select")) as held:
-        table, sources = cfg.table("selection"), ("traffic", "acceptance")
-        versions = {name: cfg.table(name).version() for name in sources}
-        ranking = _ranking(cfg, identity)
+        table, versions = cfg.table("selection"), _versions(cfg)
+        ranking = _ranking(cfg, identity, versions)
         earlier = earlier_sides(cfg, identity)
-        rows, moved = choose(cfg, identity, ranking.taken, earlier)
+        rows, moved = choose(cfg, identity, ranking.taken, earlier, versions["traffic"])
         held.check()
         note = {"versions": versions, "target_id": identity, "budgets": ranking.budgets}
         version = table.replace("target_id", [identity], [table.write(rows)], note)
@@ -66,8 +65,12 @@ def run(cfg: Config) -> dict[str, Any]:
     }
 
 
-def _ranking(cfg: Config, identity: str) -> Ranking:
-    ranking = rank(cfg, identity)
+def _versions(cfg: Config) -> dict[str, int | None]:
+    return {name: cfg.table(name).version() for name in ("traffic", "acceptance")}
+
+
+def _ranking(cfg: Config, identity: str, versions: dict[str, int | None]) -> Ranking:
+    ranking = rank(cfg, identity, versions)
     if not ranking.counts.num_rows:
         raise none_of_target(cfg, "sample", "run `flywheel ingest` first")
     return ranking

@@ -129,7 +129,7 @@ class Place:
         found = [item for batch in batches for item in batch]
         for item in sorted(found, key=lambda item: item["path"]):
             name = item["path"][start:]
-            yield Found(name, item["size"], item["last_modified"], item["e_tag"] or "")
+            yield _found(name, item)
 
     def folders(self) -> list[str]:
         """Names of the folders directly below this place."""
@@ -142,7 +142,7 @@ class Place:
             return None
         with told(self, name), suppress(FileNotFoundError):
             item = obstore.head(_store(self.root), self._key(name))
-            return Found(name, item["size"], item["last_modified"], item["e_tag"] or "")
+            return _found(name, item)
         return None
 
     def has(self, name: str) -> bool:
@@ -155,8 +155,14 @@ class Place:
             for name in names:
                 (self.path / name).unlink(missing_ok=True)
         elif names:
+            store, keys = _store(self.root), [self._key(name) for name in names]
             with told(self, ""):
-                obstore.delete(_store(self.root), [self._key(name) for name in names])
+                try:
+                    obstore.delete(store, keys)
+                except FileNotFoundError:  # S3 says nothing of an object that is gone, Azure does
+                    for key in keys:
+                        with suppress(FileNotFoundError):
+                            obstore.delete(store, key)
 
     def delete_all(self) -> None:
         """Delete every object below this place, and on a local disk the empty folders too. Never a
@@ -236,6 +242,12 @@ class Place:
                     os.close(fd)
 
 
+def _found(name: str, item: Any) -> Found:
+    # Azure quotes it in one answer and not in another.
+    e_tag = (item["e_tag"] or "").strip('"')
+    return Found(name, item["size"], item["last_modified"], e_tag)
+
+
 def place_of(url: str) -> Place:
     """The place of a local path or URL that a user gave."""
     return Place(url.rstrip("/") if "://" in url else str(Path(url).expanduser().absolute()))
@@ -245,6 +257,8 @@ def place_of(url: str) -> Place:
 def _store(root: str) -> ObjectStore:
     if "://" not in root:
         return LocalStore(root, mkdir=True)
+    if root.startswith("az://"):
+        _azure_account()
     with told(Place(root), ""):
         return from_url(root, retry_config=RETRIES, client_options=CLIENT)
 
@@ -258,17 +272,44 @@ def _files(root: str) -> tuple[pafs.FileSystem, str]:
     if not found:
         return pafs.LocalFileSystem(), root
     if scheme == "s3":
-        endpoint = os.environ.get("AWS_ENDPOINT_URL", "").partition("://")
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        return pafs.S3FileSystem(
-            endpoint_override=endpoint[2] or None,
-            scheme=endpoint[0] or "https",
-            region=region or pafs.resolve_s3_region(path.partition("/")[0]),
-            retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
-        ), path
+        return _s3(path.partition("/")[0]), path
     if scheme == "gs":
         return pafs.GcsFileSystem(retry_time_limit=RETRIES["retry_timeout"]), path
-    return pafs.AzureFileSystem(os.environ["AZURE_STORAGE_ACCOUNT_NAME"]), path
+    return _azure(), path
+
+
+def _s3(bucket: str) -> pafs.FileSystem:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "").partition("://")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return pafs.S3FileSystem(
+        endpoint_override=endpoint[2] or None,
+        scheme=endpoint[0] or "https",
+        region=region or pafs.resolve_s3_region(bucket),
+        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
+    )
+
+
+def _azure() -> pafs.FileSystem:
+    """With a key, else with what the machine is given (a role, `az login`), as obstore has it."""
+    endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT", "")
+    where: dict[str, Any] = {}
+    if endpoint:
+        scheme, _, rest = endpoint.partition("://")
+        host = rest.partition("/")[0]
+        where = {f"{kind}_storage_authority": host for kind in ("blob", "dfs")}
+        where |= {f"{kind}_storage_scheme": scheme for kind in ("blob", "dfs")}
+    return pafs.AzureFileSystem(
+        _azure_account(),
+        account_key=os.environ.get("AZURE_STORAGE_ACCOUNT_KEY"),
+        **where,
+    )
+
+
+def _azure_account() -> str:
+    name = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+    if not name:
+        raise ValueError("az:// needs the environment variable AZURE_STORAGE_ACCOUNT_NAME: set it")
+    return name
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """DuckDB over the narrow tables of a work folder, within a limit of memory."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import duckdb
 
@@ -10,13 +10,14 @@ MEMORY = "1GB"
 """What sorts and joins may use before they spill to the scratch folder."""
 
 
-def open_database(cfg: Config, names: Collection[str]) -> duckdb.DuckDBPyConnection:
-    """An in-memory database with these tables as NAME_rows, read when a query needs them. Days are
-    in UTC. Close it: an open connection can abort the interpreter at its end.
+def open_database(cfg: Config, versions: Mapping[str, int | None]) -> duckdb.DuckDBPyConnection:
+    """An in-memory database with these versions of tables (None: the latest) as NAME_rows. They are
+    read when a query needs them. Days are in UTC. Close it: an open connection can abort the
+    interpreter at its end.
     """
     folder = str(cfg.path("duckdb"))
     connection = duckdb.connect(config={"memory_limit": MEMORY, "temp_directory": folder})
     connection.execute("set timezone = 'UTC'; set preserve_insertion_order = false")
-    for name in names:
-        connection.register(f"{name}_rows", cfg.table(name).dataset())
+    for name, version in versions.items():
+        connection.register(f"{name}_rows", cfg.table(name).dataset(version))
     return connection

@@ -43,7 +43,7 @@ def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
 
 def connect(cfg: Config) -> duckdb.DuckDBPyConnection:
     """An in-memory DuckDB with the views and macros over the tables of the work folder."""
-    connection = open_database(cfg, TABLES)
+    connection = open_database(cfg, dict.fromkeys(TABLES))
     connection.execute((FOLDER / SOURCES).read_text())
     return connection
 

@@ -49,9 +49,9 @@ class Ranking:
     """Ids of the samples that are taken, in order."""
 
 
-def rank(cfg: Config, target_id: str) -> Ranking:
-    """Decide about every sample of traffic/ of this target."""
-    with open_database(cfg, ["traffic", "acceptance"]) as connection:
+def rank(cfg: Config, target_id: str, versions: Mapping[str, int | None]) -> Ranking:
+    """Decide about every sample of this target in these versions of traffic/ and acceptance/."""
+    with open_database(cfg, versions) as connection:
         parameters = {
             "target_id": target_id,
             "days": cfg.select.days,

@@ -18,14 +18,19 @@ def earlier_sides(cfg: Config, target_id: str) -> dict[str, str]:
 
 
 def choose(
-    cfg: Config, target_id: str, names: pa.Array, earlier: Mapping[str, str]
+    cfg: Config,
+    target_id: str,
+    names: pa.Array,
+    earlier: Mapping[str, str],
+    version: int | None,
 ) -> tuple[pa.Table, int]:
     """SELECTION rows of these samples, sorted by sample_id, and how many of them would be on
-    another side without the earlier selection. Reads their prompts, no answers.
+    another side without the earlier selection. Reads their prompts, no answers, in a version of
+    traffic/ (None: the latest).
     """
     columns = list(dict.fromkeys([*SELECTION.names, *MERGED]))
     mine = pc.field("sample_id").isin(names) & (pc.field("target_id") == target_id)
-    rows = _wide(cfg.table("traffic").read(columns, mine))
+    rows = _wide(cfg.table("traffic").read(columns, mine, version))
     unnamed = {"default", cfg.ingest.default_domain}
     found = regroup(rows, unnamed, earlier)
     moved = 0

@@ -1,6 +1,7 @@
 """Drafters with evaluations as `flywheel evaluate` writes them, for tests of later stages."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from dflash.drafter_config import DrafterConfig
 from dflash.identity import target_id
 from dflash.model import Drafter
 from jobs import promote
-from jobs.base.config import Config
+from jobs.base.config import Config, load
 from jobs.base.drafter_folders import MARK
 from jobs.registry.versions import Registry, resolve
 from store import promotions
@@ -34,6 +35,14 @@ SHAPE = DrafterConfig(
     target_layer_ids=(0, 2),
     mask_token_id=49,
 )
+
+
+def make_registry(folder: Path | str, database: Path, *settings: str) -> Config:
+    """A work folder with a target and a registry without versions (`empty_database`)."""
+    cfg = load(None, [f"work={folder}", *settings])
+    make_target(cfg)
+    shutil.copy(database, cfg.path("mlflow.db"))
+    return cfg
 
 
 def make_target(cfg: Config, **changes):

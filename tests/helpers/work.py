@@ -47,7 +47,7 @@ def prepare(cfg: Config) -> None:
     harvest.run(cfg)
 
 
-def configure(folder: Path, *more: str) -> Config:
+def configure(folder: Path | str, *more: str) -> Config:
     """The settings of a tiny run in `folder`."""
     return load(None, [f"work={folder}", *SETTINGS, *more])
 

@@ -24,7 +24,7 @@ def on(url: str, scratch: Path, material: Path, *more: str) -> Config:
     """A work place with a scratch folder of its own; the capture is copied into that."""
     shutil.copytree(material / "capture", scratch / "capture", dirs_exist_ok=True)
     settings = [f"scratch={scratch}", f"target.path={material / 'target'}", *more]
-    return configure(url, *settings)  # pyright: ignore[reportArgumentType]
+    return configure(url, *settings)
 
 
 @pytest.mark.slow

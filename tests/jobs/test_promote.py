@@ -29,6 +29,7 @@ from tests.helpers.promotion import (
     aliases,
     evaluate,
     make_drafter,
+    make_registry,
     make_target,
     opened,
     promoted,
@@ -37,10 +38,7 @@ from tests.helpers.promotion import (
 
 @pytest.fixture
 def cfg(tmp_path, empty_database):
-    config = load(None, [f"work={tmp_path}"])
-    shutil.copy(empty_database, config.path("mlflow.db"))
-    make_target(config)
-    return config
+    return make_registry(tmp_path, empty_database)
 
 
 def test_first_champion_second_champion_and_rollback(cfg):

@@ -80,6 +80,21 @@ def test_small_traffic_is_taken_whole(cfg):
     assert again["version"] == summary["version"], "the same traffic gives the same version"
 
 
+def test_what_is_ingested_meanwhile_waits_for_the_next_selection(cfg, monkeypatch):
+    add(cfg, [row(cfg, i) for i in range(5)])
+    real = select.rank
+
+    def late(cfg, identity, versions):
+        add(cfg, [row(cfg, i) for i in range(5, 9)])
+        return real(cfg, identity, versions)
+
+    monkeypatch.setattr(select, "rank", late)
+    summary = select.run(cfg)
+    assert (summary["samples"], summary["from_versions"]["traffic"]) == (5, 1)
+    monkeypatch.undo()
+    assert select.run(cfg)["samples"] == 9
+
+
 def test_the_newest_fill_the_budget_and_sides_keep_their_share(cfg):
     add(cfg, [row(cfg, i) for i in range(400)])
     rows = taken(cfg, domain_tokens=2000)

@@ -191,8 +191,9 @@ def test_a_planted_fault_is_caught_and_recognised(
 ):
     failed, own, _ = verdict(served, drafter, target, traces, noise, fault)
     if fault == "causal" and target.dtype == torch.bfloat16:
-        # The fault changes as many drafts as rounding alone (38 of 876 each), and no round.
-        assert failed == set()
+        # The fault changes as many drafts as rounding alone (38 of 876 each), and no round. Where
+        # the engine rounds in another way (a CPU that emulates bfloat16), it may be seen.
+        assert failed <= {"drafts"}
         assert len(own.mismatches) <= 2 * len(noise.mismatches)
         return
     assert "drafts" in failed

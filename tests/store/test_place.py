@@ -98,3 +98,11 @@ def test_a_missing_bucket_is_named(s3_env):
         list(place.objects())
     with pytest.raises(FileNotFoundError, match="no such bucket: create it"):
         Table(place / "traffic", pa.schema([("n", pa.int32())])).version()
+
+
+def test_azure_without_an_account_says_what_to_set(monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    place = place_of("az://container/run")
+    for call in (place.read, place.open):
+        with pytest.raises(ValueError, match="AZURE_STORAGE_ACCOUNT_NAME: set it"):
+            call("a")

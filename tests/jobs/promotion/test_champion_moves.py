@@ -22,6 +22,7 @@ from tests.helpers.promotion import (
     aliases,
     evaluate,
     make_drafter,
+    make_registry,
     make_target,
     promoted,
 )
@@ -29,10 +30,7 @@ from tests.helpers.promotion import (
 
 @pytest.fixture
 def cfg(tmp_path, empty_database):
-    config = load(None, [f"work={tmp_path}"])
-    shutil.copy(empty_database, config.path("mlflow.db"))
-    make_target(config)
-    return config
+    return make_registry(tmp_path, empty_database)
 
 
 def test_a_promotion_that_waits_names_the_holder(cfg, monkeypatch):

@@ -25,7 +25,14 @@ from jobs.tracking.mlflow_runs import Tracker, attach, metric_name
 from store.lease import who
 from tests.helpers import promotion
 from tests.helpers.mlflow_server import running
-from tests.helpers.promotion import aliases, make_drafter, make_target, opened, promoted
+from tests.helpers.promotion import (
+    aliases,
+    make_drafter,
+    make_registry,
+    make_target,
+    opened,
+    promoted,
+)
 from tests.helpers.work import RIVAL_SETTINGS
 
 HOSTILE = [
@@ -56,10 +63,7 @@ def server(kept, empty_database):
 
 @pytest.fixture
 def cfg(tmp_path, empty_database):
-    config = load(None, [f"work={tmp_path}"])
-    shutil.copy(empty_database, config.path("mlflow.db"))
-    make_target(config)
-    return config
+    return make_registry(tmp_path, empty_database)
 
 
 @pytest.fixture
