@@ -14,7 +14,8 @@ file is really read. MB are those of raw bf16, seconds those of the CPU, of all 
 other load on the machine hardly matters. Our sides check digests of ids and bytes, and finiteness,
 of every row. Their writing includes a SHA-256 and an fsync. The others do none of it.
 `detail.shuffled` reads in random order with an empty cache, as a first epoch that does not fit into
-memory: a row group is read for each sample of it. `detail.parts` says what our reading spends its
+memory: a row group is read for each sample of it. `cold_mb_s` is wall time with no byte in the page
+cache: the disk decides. `detail.parts` says what our reading spends its
 time on. `ratio` is the speed of reading bf16 planes over that of the faster of safetensors and
 torch.save.
 
@@ -27,6 +28,7 @@ torch.save.
 
 import argparse
 import io
+import os
 import random
 import statistics
 import sys
@@ -204,6 +206,7 @@ def compare_files(sides: dict[str, Side], samples: list[Sample], place: Place, u
         return take_turns(turns, REPEATS)
 
     reading, random_reading = time_reading(numbers), time_reading(shuffled)
+    cold = from_disk(sides, place, numbers, raw)
     sizes = {name: sum(found.size for found in (place / name).objects()) for name in sides}
     table = {
         name: {
@@ -211,6 +214,7 @@ def compare_files(sides: dict[str, Side], samples: list[Sample], place: Place, u
             "of_raw_bf16": round(sizes[name] / raw, 4),
             "read_mb_s": mb_s(raw, reading[name]),
             "shuffled_mb_s": mb_s(raw, random_reading[name]),
+            "cold_mb_s": cold[name],
             "write_mb_s": mb_s(raw, writing[name]),
             "error": errors[name],
         }
@@ -250,11 +254,15 @@ def take_turns(
     turns: Mapping[str, Callable[[], object]],
     repeats: int,
     clock: Callable[[], float] = time.process_time,
+    before: Callable[[str], object] = len,
 ) -> dict[str, list[float]]:
-    """Seconds of each, `repeats` times, in A B C C B A order after a round that is not counted."""
+    """Seconds of each, `repeats` times, in A B C C B A order after a round that is not counted.
+    `before` is called with the name of each, outside the time.
+    """
     found: dict[str, list[float]] = {name: [] for name in turns}
     for i in range(repeats + 1):
         for name in sorted(turns, reverse=bool(i % 2)):
+            before(name)
             started = clock()
             turns[name]()
             found[name].append(clock() - started)
@@ -279,7 +287,7 @@ def check(samples: list[Sample], found: Iterator[Tensor]) -> float:
 def parts(place: Place, schema: pa.Schema) -> dict[str, float]:
     """Milliseconds of CPU time of each part of reading the shards at a place."""
     found: dict[str, list[float]] = {}
-    dtype = dtype_of(schema.metadata)
+    dtype = dtype_of(schema)
 
     def timed(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
         started = time.process_time()
@@ -300,6 +308,24 @@ def parts(place: Place, schema: pa.Schema) -> dict[str, float]:
                 timed("finite", is_finite, hi, lo, dtype)
                 timed("to bf16", decode, hi, lo, n.as_py(), dtype)
     return {name: round(sum(seconds) / REPEATS * 1e3, 2) for name, seconds in found.items()}
+
+
+def from_disk(sides: dict[str, Side], place: Place, numbers: list[int], raw: int) -> dict[str, int]:
+    """MB/s of wall time of reading every side with none of its bytes in memory, as an epoch of more
+    features than memory reads them.
+    """
+    os.sync()
+    turns = {n: lambda n=n: touch(sides[n].read(place / n, numbers)) for n in sides}
+    seconds = take_turns(turns, REPEATS, time.perf_counter, lambda name: forget(place / name))
+    return {name: mb_s(raw, times) for name, times in seconds.items()}
+
+
+def forget(place: Place) -> None:
+    """Take the files of a place out of the page cache."""
+    for found in place.objects():
+        descriptor = os.open(place.path / found.name, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def from_bucket(

@@ -30,14 +30,14 @@ from obstore.exceptions import (
 )
 from obstore.store import LocalStore, ObjectStore, from_url
 
+from store.arrow_files import azure_account, files_of
+
 # Ten retries, the default, last two seconds; a store may need longer.
 RETRIES: Any = {
     "max_retries": 1000,
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"max_backoff": timedelta(seconds=2)},
 }
-ATTEMPTS = 9
-"""Of a read by Arrow, which waits longer before each one: a minute and a half in all."""
 # Given options replace those of the environment (AWS_ALLOW_HTTP). http:// is used only where the
 # endpoint in the environment says so.
 CLIENT: Any = {
@@ -181,7 +181,7 @@ class Place:
 
     def files(self) -> tuple[pafs.FileSystem, str]:
         """Arrow's file system that has this place, and its path there."""
-        files, root = _files(self.root)
+        files, root = files_of(self.root)
         return files, f"{root}/{self.key}" if self.key else root
 
     def publish(self, folder: Path, last: str) -> None:
@@ -258,58 +258,9 @@ def _store(root: str) -> ObjectStore:
     if "://" not in root:
         return LocalStore(root, mkdir=True)
     if root.startswith("az://"):
-        _azure_account()
+        azure_account()
     with told(Place(root), ""):
         return from_url(root, retry_config=RETRIES, client_options=CLIENT)
-
-
-@lru_cache(maxsize=32)
-def _files(root: str) -> tuple[pafs.FileSystem, str]:
-    """Arrow's own file system for a root, and the path of the root there. It is Arrow's own because
-    one that is written in Python makes all threads wait, and can abort the interpreter at exit.
-    """
-    scheme, found, path = root.partition("://")
-    if not found:
-        return pafs.LocalFileSystem(), root
-    if scheme == "s3":
-        return _s3(path.partition("/")[0]), path
-    if scheme == "gs":
-        return pafs.GcsFileSystem(retry_time_limit=RETRIES["retry_timeout"]), path
-    return _azure(), path
-
-
-def _s3(bucket: str) -> pafs.FileSystem:
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", "").partition("://")
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return pafs.S3FileSystem(
-        endpoint_override=endpoint[2] or None,
-        scheme=endpoint[0] or "https",
-        region=region or pafs.resolve_s3_region(bucket),
-        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
-    )
-
-
-def _azure() -> pafs.FileSystem:
-    """With a key, else with what the machine is given (a role, `az login`), as obstore has it."""
-    endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT", "")
-    where: dict[str, Any] = {}
-    if endpoint:
-        scheme, _, rest = endpoint.partition("://")
-        host = rest.partition("/")[0]
-        where = {f"{kind}_storage_authority": host for kind in ("blob", "dfs")}
-        where |= {f"{kind}_storage_scheme": scheme for kind in ("blob", "dfs")}
-    return pafs.AzureFileSystem(
-        _azure_account(),
-        account_key=os.environ.get("AZURE_STORAGE_ACCOUNT_KEY"),
-        **where,
-    )
-
-
-def _azure_account() -> str:
-    name = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-    if not name:
-        raise ValueError("az:// needs the environment variable AZURE_STORAGE_ACCOUNT_NAME: set it")
-    return name
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import duckdb
 
 from jobs.base.config import Config
 
-MEMORY = "1GB"
+MEMORY = "512MB"
 """What sorts and joins may use before they spill to the scratch folder."""
 
 

@@ -42,3 +42,6 @@ select
         ) > $per_prompt then 'same_prompt'
     end as reason
 from samples left join served using (sample_id);
+
+drop table samples;
+drop table served;

@@ -17,38 +17,23 @@ from tests.helpers.tiny import native_bfloat16
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(2400)]
 
-COMMON = [
-    "train.checkpoint_every=20",
+SETTINGS = [
+    "demo.tickets=60",
+    "demo.general=5",
+    "demo.max_tokens=48",
+    "ingest.test_percent=20",
+    "train.steps=50",
+    "train.val_every=50",
     "train.val_samples=8",
+    "train.checkpoint_every=10",
+    "verify.reference_requests=1",
     "verify.repeats=1",
 ]
-SETTINGS = {
-    "float32": [
-        *COMMON,
-        "demo.tickets=80",
-        "demo.general=10",
-        "demo.max_tokens=64",
-        "train.steps=70",
-        "train.val_every=35",
-        "verify.reference_requests=2",
-        "ingest.test_percent=15",
-    ],
-    "bfloat16": [
-        *COMMON,
-        "train.dtype=bfloat16",
-        "demo.tickets=60",
-        "demo.general=5",
-        "demo.max_tokens=48",
-        "train.steps=50",
-        "train.val_every=50",
-        "verify.reference_requests=1",
-        "ingest.test_percent=20",
-    ],
-}
 
 
 def command(work, dtype):
-    settings = [f"work={work}", f"target.dtype={dtype}", *SETTINGS[dtype]]
+    dtypes = [f"target.dtype={dtype}", f"train.dtype={dtype}"]
+    settings = [f"work={work}", *dtypes, *SETTINGS]
     return [sys.executable, "-m", "pipelines.demo", *settings]
 
 
@@ -91,7 +76,7 @@ def summary(work, dtype):
     if dtype == "float32":
         kill_when(work, dtype, work / "first.log", lambda: _lines(captured) > 30)
         kill_when(work, dtype, work / "second.log", lambda: any(work.glob("runs/*/step-*.pt")))
-        assert 90 <= _lines(captured) <= 92, "requests that were captured before were sent again"
+        assert 65 <= _lines(captured) <= 67, "requests that were captured before were sent again"
     return run_demo(work, dtype, work / "third.log")
 
 
@@ -117,10 +102,8 @@ def test_replay_is_the_reference_decoder(summary):
     assert summary["reference"]["identical"] == summary["reference"]["requests"] >= 1
 
 
-def test_the_drafter_learned_and_never_changed_the_text(summary, dtype):
-    assert summary["tau_first"]["pooled"] < 1.2
-    learned = {"float32": 1.5, "bfloat16": 1.2}[dtype]
-    assert summary["tau_full_k"]["domains"]["tickets"] > learned
+def test_the_drafter_learned_and_never_changed_the_text(summary):
+    assert summary["tau_first"]["pooled"] < 1.2 < summary["tau_full_k"]["domains"]["tickets"]
     greedy = summary["greedy"]
     assert greedy["different"] == 0
     assert greedy["identical"] + greedy["near_ties"] == greedy["requests"] == summary["requests"]
@@ -152,10 +135,13 @@ def test_a_second_run_reuses_everything(summary, work, dtype):
 
 
 def written_at(work):
-    """When captured logs, traffic, features, training states and drafters were written."""
-    names = ("capture", "traffic", "selection", "features", "runs", "drafters")
+    """When captured logs, traffic, features, training states and drafters were written, and which
+    selection counts.
+    """
+    names = ("capture", "traffic", "features", "runs", "drafters")
     files = [path for name in names for path in (work / name).rglob("[!.]*.*")]
     kinds = {path.suffix for path in files}
     assert {".jsonl", ".parquet", ".pt", ".safetensors"} <= kinds
     data = [path for path in files if path.suffix != ".json"]  # harvest notes when it looked
-    return {path: path.stat().st_mtime_ns for path in data}
+    selection = load(None, [f"work={work}"]).table("selection").version()
+    return {path: path.stat().st_mtime_ns for path in data} | {"selection": selection}

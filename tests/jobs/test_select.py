@@ -88,10 +88,10 @@ def test_what_is_ingested_meanwhile_waits_for_the_next_selection(cfg, monkeypatc
         add(cfg, [row(cfg, i) for i in range(5, 9)])
         return real(cfg, identity, versions)
 
-    monkeypatch.setattr(select, "rank", late)
-    summary = select.run(cfg)
+    with monkeypatch.context() as patch:
+        patch.setattr(select, "rank", late)
+        summary = select.run(cfg)
     assert (summary["samples"], summary["from_versions"]["traffic"]) == (5, 1)
-    monkeypatch.undo()
     assert select.run(cfg)["samples"] == 9
 
 

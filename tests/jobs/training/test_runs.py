@@ -272,6 +272,7 @@ def test_two_trainings_of_one_run_at_once(fresh):
 
 @pytest.mark.long
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_features_that_cannot_be_read_are_one_message(fresh, workers):
     """A line without a traceback, from whichever rank; repaired, the run goes on."""
