@@ -2,8 +2,6 @@
 
 from collections.abc import Collection, Iterator
 
-from deltalake import DeltaTable
-
 from store.place import Found
 from store.table_shards import Shard
 from store.tables import Table, told
@@ -58,11 +56,12 @@ def unneeded(table: Table, days: float, keep: Collection[int] = ()) -> list[Foun
     They left the table more than `days` ago, or they never were in it and were written before that.
     Files and folders whose name begins with "_" or "." are not looked at.
     """
-    latest = table.version()
-    if latest is None:
+    found = table.delta()
+    if found is None:
         return []
+    latest = found.version()
     with told(table.place):
-        names = DeltaTable(str(table.place)).vacuum(
+        names = found.vacuum(
             retention_hours=round(24 * days),
             dry_run=True,
             enforce_retention_duration=False,
@@ -70,4 +69,4 @@ def unneeded(table: Table, days: float, keep: Collection[int] = ()) -> list[Foun
             keep_versions=[version for version in sorted(keep) if version <= latest] or None,
         )
     wanted = set(names)
-    return [found for found in table.place.objects() if found.name in wanted]
+    return [one for one in table.place.objects() if one.name in wanted]

@@ -44,12 +44,12 @@ class Table:
 
     def version(self) -> int | None:
         """The number of its latest commit; None if nothing was ever written."""
-        found = self._open()
+        found = self.delta()
         return None if found is None else found.version()
 
     def shards(self, version: int | None = None) -> dict[str, Shard]:
         """The shards of a version (default: the latest) by name."""
-        found = self._open(version)
+        found = self.delta(version)
         return {} if found is None else live_shards(found)
 
     def note(self, version: int) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Table:
         """The rows of a version (default: the latest), or of its shards `names`, to scan by column
         and filter, not loaded.
         """
-        found = self._open(version)
+        found = self.delta(version)
         if found is None:
             return ds.dataset(self.schema.empty_table())
         # Not DeltaTable.to_pyarrow_dataset (1.6.6): it reads through Python, so a scan that ends
@@ -219,7 +219,8 @@ class Table:
     def _options(self) -> dict[str, str] | None:
         return None if self.place.is_local else OPTIONS
 
-    def _open(self, version: int | None = None) -> DeltaTable | None:
+    def delta(self, version: int | None = None) -> DeltaTable | None:
+        """A version as Delta Lake's own library has it; None if nothing was ever written."""
         try:
             with told(self.place):
                 return DeltaTable(str(self.place), version=version, storage_options=self._options())
@@ -228,7 +229,7 @@ class Table:
 
     def _opened(self) -> DeltaTable:
         """The table, created if it is new, with all columns of the schema."""
-        table = self._open()
+        table = self.delta()
         if table is None:
             if self.place.is_local:
                 self.place.path.mkdir(parents=True, exist_ok=True)
@@ -240,7 +241,7 @@ class Table:
                     configuration=KEEP,
                     storage_options=self._options(),
                 )
-            table = self._open()
+            table = self.delta()
             assert table is not None
         known = {field.name for field in table.schema().fields}
         if new := [f for f in _delta_fields(self.schema) if f.name not in known]:

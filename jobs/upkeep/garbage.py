@@ -20,8 +20,8 @@ BATCH = 1000
 """Objects that are deleted under one lease: whoever waits for it waits for seconds."""
 WAIT = 60.0
 """Seconds to wait for a stage that must not run meanwhile."""
-WRITERS = {"traffic": "ingest", "rejects": "ingest"}
-"""Tables whose unpublished shards may be published without being written again, and by whom."""
+WRITERS = {"traffic": "ingest", "rejects": "ingest", "selection": "select"}
+"""Tables whose former or unpublished shards may be published again, and by whom."""
 
 
 @dataclass(frozen=True)
