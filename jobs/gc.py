@@ -73,7 +73,9 @@ def _scattered(cfg: Config) -> list[tuple[Table, int, int]]:
 
 
 def _compacted(table: Table) -> str:
-    return f"now {len(table.shards(compact(table)))} shards"
+    if compact(table):
+        return f"now {len(table.shards())} shards"
+    return "left for the next gc: other writers take them away"
 
 
 def _garbage(cfg: Config) -> Garbage:

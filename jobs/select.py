@@ -39,11 +39,10 @@ def run(cfg: Config) -> dict[str, Any]:
     """
     identity = target_id(cfg.target_path)
     with lease(cfg.place("leases", "select")) as held:
-        table, versions = cfg.table("selection"), _versions(cfg)
+        table, versions = cfg.table("selection").under(held.check), _versions(cfg)
         ranking = _ranking(cfg, identity, versions)
         earlier = earlier_sides(cfg, identity)
         rows, moved = choose(cfg, identity, ranking.taken, earlier, versions["traffic"])
-        held.check()
         note = {"versions": versions, "target_id": identity, "budgets": ranking.budgets}
         version = table.replace("target_id", [identity], [table.write(rows)], note)
     show_reasons(ranking.counts)

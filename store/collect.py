@@ -1,14 +1,16 @@
 """Compaction of narrow tables, and the files of a table that no version needs any more."""
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 
 from store.place import Found
 from store.table_shards import Shard
-from store.tables import Table, told
+from store.tables import Conflict, Table, told
 
 TARGET = 64 << 20
 """Bytes of a shard after compaction: to read one from a bucket takes about a second."""
 SMALL = TARGET // 4
+TRIES = 3
 FEW = 16
 """Small shards that a table may have: together they cost a reader less than a second."""
 
@@ -19,23 +21,31 @@ def small_shards(live: Collection[Shard]) -> list[Shard]:
     return small if len(small) > FEW else []
 
 
-def compact(table: Table) -> int:
-    """Write the rows of small shards into shards of about TARGET bytes, in one commit; returns the
-    version. The rows are the same, and old versions stay readable.
+def compact(table: Table) -> bool:
+    """Write the rows of small shards into shards of about TARGET bytes, in one commit. The rows are
+    the same, and old versions stay readable. False if other writers took small shards away each
+    time.
 
-    It is a change like any other: computed again if another writer commits first. The compaction
-    of deltalake (1.6.6) is not. Beside a removal, or another compaction, it brings rows back or
-    doubles them (docs/decisions/037).
+    Commits of others that leave these shards alone do not matter. The compaction of deltalake
+    (1.6.6) is not safe: beside a removal, or another compaction, it brings rows back or doubles
+    them (docs/decisions/037).
     """
+    for _ in range(TRIES):
+        groups = [*_groups(small_shards(table.shards().values()))]
+        gone = [shard.name for group in groups for shard in group]
+        made = [table.write(table.read(names={shard.name for shard in g})) for g in groups]
 
-    def change(live: dict[str, Shard]) -> tuple[list[Shard], list[str]]:
-        made, gone = [], []
-        for group in _groups(small_shards(live.values())):
-            made.append(table.write(table.read(names={shard.name for shard in group})))
-            gone += [shard.name for shard in group]
-        return [shard for shard in made if shard.name not in live], gone
+        def change(
+            live: dict[str, Shard], made: list[Shard] = made, gone: list[str] = gone
+        ) -> tuple[list[Shard], list[str]]:
+            if not live.keys() >= {*gone}:
+                raise Conflict(f"{table.place}: another writer took a small shard away")
+            return [shard for shard in made if shard.name not in live], gone
 
-    return table.change(change, {"compacted": True})
+        with suppress(Conflict):
+            table.change(change, {"compacted": True})
+            return True
+    return False
 
 
 def _groups(shards: list[Shard]) -> Iterator[list[Shard]]:

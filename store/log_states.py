@@ -61,17 +61,10 @@ class States:
 
     @classmethod
     def read(cls, logs: Table, markers: Place, tables: Sequence[Table]) -> "States":
-        """Read all of them. A marker spares a reading only if every shard that it names is whole.
-
-        What is left of a lost shard of `tables` is deleted, so that it can be written again.
-        """
+        """Read all of them. A marker spares a reading if all its shards are whole."""
         rows = logs.read(COLUMNS).to_pylist()
         published = {row["log"]: _of_row(row) for row in rows}
-        lost = []
-        for table in tables:
-            broken = table.lost()
-            table.place.delete([shard.name for shard in broken])
-            lost += broken
+        lost = [shard for table in tables for shard in table.lost()]
         found = cls(published, *_marked(markers, tables), lost)
         for state in (found.published | found.marked | found.broken).values():
             if state.bytes:  # every log begins with an empty one

@@ -5,7 +5,6 @@ every byte of a cache costs as much as reading it. So a shard is checked again o
 by a reader, or its size or e_tag is not the listed one. One listing of the folder tells.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -31,11 +30,10 @@ class Mended:
     adopted: int = 0
 
 
-def mend(place: Place, index: Table, schema: pa.Schema, check: Callable[[], None]) -> Mended:
+def mend(place: Place, index: Table, schema: pa.Schema) -> Mended:
     """Take damaged rows out of the table feature_index, and list finished shards.
 
-    place: features/<cache key>. schema: of this cache (store.schemas.features_schema). check: is
-    called right before each commit, and raises if this process may not commit any more. Shards are
+    place: features/<cache key>. schema: of this cache (store.schemas.features_schema). Shards are
     never deleted here: `flywheel gc` does that.
     """
     found, objects = Mended(), list(place.objects())
@@ -49,13 +47,11 @@ def mend(place: Place, index: Table, schema: pa.Schema, check: Callable[[], None
     if suspect:
         rows = _intact(place, index, schema, {name: shards.get(name) for name in suspect}, found)
         new = [index.write(rows)] if len(rows) else []
-        check()
         index.replace("file", suspect, new)
     place.delete(marks)
     unlisted = [shard for name, shard in shards.items() if name not in listed_as]
     fresh = _leftovers(place, index, schema, unlisted) if unlisted else []
     if any(map(len, fresh)):
-        check()
         index.append(pa.concat_tables(fresh))
         found.adopted = sum(map(len, fresh))
     return found

@@ -24,6 +24,8 @@ from store.place import Place
 ROW_GROUP_BYTES = 64 << 20
 MAX_STATISTIC = 64
 """Most characters of a text in a shard's statistics."""
+SOUGHT = {"sample_id", "target_id", "captured_at", "log", "features_key", "file", "drafter_version"}
+"""Columns by which a scan leaves out shards. Bounds of all would cost 80 kB a shard."""
 LAST_CHARACTER = "\U0010ffff"
 
 
@@ -56,7 +58,7 @@ class Shard:
     def bounds(self, schema: pa.Schema) -> pc.Expression:
         """What is known of every row, for a scanner that leaves out shards."""
         known = pc.scalar(True)
-        for name in self.low.keys() & self.high.keys() & set(schema.names):
+        for name in self.low.keys() & self.high.keys() & SOUGHT & set(schema.names):
             kind, column = schema.field(name).type, pc.field(name)
             inside = column >= pa.scalar(self.low[name], kind)
             inside &= column <= pa.scalar(self.high[name], kind)
@@ -88,6 +90,22 @@ def write_shard(place: Place, rows: pa.Table, metadata: dict[str, str] | None = 
     place.write(name, obstore.Bytes(memoryview(data).cast("B")))
     nulls = {column: rows[column].null_count for column in rows.column_names}
     return Shard(name, data.size, rows.num_rows, *_extremes(rows), nulls)
+
+
+def file_may_have(place: Place, name: str, column: str, values: Collection[str]) -> bool:
+    """Whether a file that no commit describes may have a row with one of these texts in a column:
+    as its footer says. False if it is gone or is no whole Parquet file.
+    """
+    try:
+        footer = pq.read_metadata(place.open(name))
+    except (OSError, pa.ArrowInvalid):
+        return False
+    at = [footer.schema.column(i).path for i in range(footer.num_columns)].index(column)
+    known = [footer.row_group(i).column(at).statistics for i in range(footer.num_row_groups)]
+    return any(
+        one is None or not one.has_min_max or any(one.min <= value <= one.max for value in values)
+        for one in known
+    )
 
 
 def _extremes(rows: pa.Table) -> tuple[dict[str, Any], dict[str, Any]]:

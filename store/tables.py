@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -37,10 +37,18 @@ TRIES = 60
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table at a place. `schema`: its columns; older shards may lack the later ones (null)."""
+    """A table at a place. `schema`: its columns; older shards may lack the later ones (null).
+
+    check: is called right before each commit, and raises if this process may not commit any more.
+    """
 
     place: Place
     schema: pa.Schema
+    check: Callable[[], None] | None = None
+
+    def under(self, check: Callable[[], None]) -> "Table":
+        """The same table for whoever commits only while `check` does not raise (Lease.check)."""
+        return replace(self, check=check)
 
     def version(self) -> int | None:
         """The number of its latest commit; None if nothing was ever written."""
@@ -116,6 +124,8 @@ class Table:
                 return before
             actions = [added(shard) for shard in add]
             actions += [removed(live[name]) for name in remove]
+            if self.check is not None:
+                self.check()
             if self._commit(table, actions, note or {}):
                 return before + 1
             if expect is not None:
@@ -174,8 +184,11 @@ class Table:
 
     def lost(self) -> list[Shard]:
         """Live shards whose object is gone or has another size. Costs a listing."""
+        live = self.shards()  # before the listing: what is committed later may not be in that
         found = {item.name: item.size for item in self.place.objects() if "/" not in item.name}
-        return [s for s in self.shards().values() if found.get(s.name) != s.bytes]
+        suspect = [shard for shard in live.values() if found.get(shard.name) != shard.bytes]
+        still = self.shards() if suspect else {}
+        return [shard for shard in suspect if shard.name in still]
 
     def _without(
         self, column: str, values: Collection[Any], shards: list[Shard]

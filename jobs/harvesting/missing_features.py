@@ -26,7 +26,6 @@ from store.rates import exceeds
 from store.schemas import features_schema
 from store.set_aside import read_set_aside, write_set_aside
 from store.shard_repair import mend
-from store.table_shards import Shard
 
 SAMPLE = ["sample_id", "domain", "temperature", "shaped"]
 CHUNK = [*SAMPLE, "prompt_ids", "output_ids"]
@@ -83,7 +82,7 @@ def harvest_samples(cfg: Config, samples: pa.Table, tokens: Tokens) -> Outcome:
     place = features_place(cfg)
     with lease(cfg.place("leases", f"harvest-{place.name}")) as held:
         repair(cfg, place, held)
-        index, set_aside = cfg.table("feature_index"), cfg.table("set_aside")
+        index, set_aside = (cfg.table(t).under(held.check) for t in ("feature_index", "set_aside"))
         done = index_of(index, place.name, samples["sample_id"].combine_chunks())["sample_id"]
         known = read_set_aside(set_aside, place.name)
         present = engine(cfg) if known else {}
@@ -92,7 +91,6 @@ def harvest_samples(cfg: Config, samples: pa.Table, tokens: Tokens) -> Outcome:
         tried = samples.filter(~pc.field("sample_id").isin(skip))
         made = _harvest(cfg, place, tried, tokens(tried), held)
         fit = index_of(index, place.name, known)["sample_id"].to_pylist()
-        held.check()
         write_set_aside(set_aside, place.name, made.aside, set(fit))
     if lost := tried.num_rows - made.samples - len(made.aside):
         raise ValueError(
@@ -141,14 +139,7 @@ def _list(cfg: Config, rows: list[pa.Table], held: Lease) -> None:
     """Add rows to the table feature_index, while this process holds the lease."""
     if not any(map(len, rows)):
         return
-    table = cfg.table("feature_index")
-    shard = table.write(pa.concat_tables(rows))
-
-    def add(live: dict[str, Shard]) -> tuple[list[Shard], list[str]]:
-        held.check()
-        return [shard], []
-
-    table.change(add)
+    cfg.table("feature_index").under(held.check).append(pa.concat_tables(rows))
 
 
 def chunks_of(samples: pa.Table, tokens: Iterable[pa.RecordBatch], size: int) -> Iterator[pa.Table]:
@@ -179,7 +170,7 @@ def repair(cfg: Config, place: Place, held: Lease) -> None:
     hidden, top_k = target_config(cfg)["hidden_size"], cfg.harvest.top_k
     identity, taps, dtype = target_id(cfg.target_path), list(target_taps(cfg)), cfg.harvest.features
     schema = features_schema(identity, taps, hidden, DTYPES[dtype], top_k)
-    mended = mend(place, cfg.table("feature_index"), schema, held.check)
+    mended = mend(place, cfg.table("feature_index").under(held.check), schema)
     for name, fault in sorted(mended.damaged.items())[:SHOWN_DAMAGED]:
         console.print(f"features of sample {name}: {fault}; harvested again", markup=False)
     if mended.damaged or mended.lost:

@@ -16,7 +16,7 @@ from store.lease import Lease
 from store.log_states import LogState, States, to_rows
 from store.log_to_traffic import READING
 from store.place import Place
-from store.table_shards import Shard
+from store.table_shards import Shard, file_may_have
 from store.tables import Table
 
 TRASH = "replaced"
@@ -31,6 +31,10 @@ class Publisher:
     held: Lease
     states: States
 
+    def table(self, name: str) -> Table:
+        """A table that is only changed while the lease is held."""
+        return self.cfg.table(name).under(self.held.check)
+
     def rejects(self, reads: Sequence[Read]) -> None:
         """Publish rejects in place of those from when a log was shorter or under other rules.
 
@@ -41,7 +45,7 @@ class Publisher:
         stale = _stale(new)
         shards = [shard for read in new for shard in read.state.rejects or []]
         unpublished = [s.name for state in stale for s in state.rejects or []]
-        self._replace(self.cfg.table("rejects"), new, stale, shards, stale, unpublished)
+        self._replace(self.table("rejects"), new, stale, shards, stale, unpublished)
 
     def traffic(self, reads: Sequence[Read], any_accepted: bool) -> int:
         """Publish samples in place of those from when a log was shorter or under other rules;
@@ -60,7 +64,7 @@ class Publisher:
         old = [state for state in stale if state.reading != READING]
         shards = [shard for read in new for shard in read.state.traffic or []]
         unpublished = [s.name for state in old for s in state.traffic or []]
-        self._replace(self.cfg.table("traffic"), new, stale, shards, old, unpublished)
+        self._replace(self.table("traffic"), new, stale, shards, old, unpublished)
         self._log(new, stale)
         return len(new)
 
@@ -70,9 +74,8 @@ class Publisher:
     def _log(self, new: Sequence[Read], stale: Sequence[LogState]) -> None:
         """Write the rows of logs/, then delete the markers."""
         if new:
-            logs = self.cfg.table("logs")
+            logs = self.table("logs")
             rows = logs.write(to_rows([read.state for read in new], datetime.now(UTC)))
-            self.held.check()
             logs.replace("log", _keys(new, stale), [rows])
         over = {state.log for state in stale} | self.states.published.keys()
         marked = self.states.marked.keys() | self.states.broken.keys()
@@ -97,11 +100,11 @@ class Publisher:
         trash, name = self.cfg.place("ingesting", TRASH), f"{table.place.name}.json"
         keys = [state.log for state in delete]
         doomed = {s.name for s in table.shards().values() if s.may_have("log", keys)}
-        doomed |= {*unpublished, *_names(trash, name)}
+        doomed |= {*unpublished, *_names(trash, name), *_former(table, keys)}
         if doomed:
             trash.write(name, json.dumps(sorted(doomed)).encode())
-        self.held.check()
         table.replace("log", _keys(new, stale), shards)
+        self.held.check()
         table.place.delete(doomed - table.shards().keys())
         trash.delete([name] if doomed else [])
 
@@ -113,10 +116,21 @@ class Publisher:
         lost = [s for s in table.lost() if s.may_have("log", keys)] if self.states.lost else []
         if lost:
             others = [k for k in self.states.published if any(s.may_have("log", [k]) for s in lost)]
-            self.held.check()
-            self.cfg.table("logs").replace("log", others, [])
-            self.held.check()
+            self.table("logs").replace("log", others, [])
             table.change(lambda live: ([], [s.name for s in lost if s.name in live]))
+
+
+def _former(table: Table, keys: Sequence[str]) -> list[str]:
+    """Files of the folder that are not live, and may have rows of these logs: shards of versions
+    from before a compaction, say.
+    """
+    if not keys:
+        return []
+    live = table.shards()
+    names = [found.name for found in table.place.objects() if "/" not in found.name]
+    return [
+        name for name in names if name not in live and file_may_have(table.place, name, "log", keys)
+    ]
 
 
 def _stale(reads: Sequence[Read]) -> list[LogState]:

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
 
 import pyarrow.compute as pc
 
@@ -43,9 +44,11 @@ class Heap:
         left, removed = list(found), 0
         while left:
             batch, left = left[:BATCH], left[BATCH:]
-            with lease(self.writer, WAIT) if self.writer else nullcontext():
+            with lease(self.writer, WAIT) if self.writer else nullcontext() as held:
                 now = {(one.name, one.modified) for one in self.find()}
                 doomed = [one.name for one in batch if (one.name, one.modified) in now]
+                if held:
+                    held.check()
                 self.place.delete(doomed)
                 removed += len(doomed)
         return removed
@@ -65,7 +68,7 @@ def heaps(cfg: Config, kept: Mapping[str, set[int]]) -> Iterator[Heap]:
         find = partial(unlisted, place, index, days, kept.get("feature_index", ()))
         yield Heap(place, find, writer)
     markers, writer = cfg.place("ingesting"), cfg.place("leases", "ingest")
-    yield Heap(markers, partial(_old, markers, days), writer)
+    yield Heap(markers, partial(_old_markers, cfg, markers), writer)
     if cfg.place().is_local:
         yield Heap(cfg.place(), partial(_partial, cfg.place(), days))
 
@@ -99,6 +102,20 @@ def unlisted(place: Place, index: Table, days: float, keep: Collection[int]) -> 
     return [one for one in old if one.name not in named and not one.name.startswith(".")]
 
 
+def _old_markers(cfg: Config, markers: Place) -> list[Found]:
+    """Old markers of interrupted ingests, but for those that still say whose rows a table has."""
+    old = _old(markers, cfg.gc.days)
+    if not old:
+        return []
+    published = set(cfg.table("logs").read(["log"])["log"].to_pylist())
+    live = [s for name in ("traffic", "rejects") for s in cfg.table(name).shards().values()]
+
+    def speaks(key: str) -> bool:
+        return key not in published and any(shard.may_have("log", [key]) for shard in live)
+
+    return [one for one in old if not speaks(one.name.removesuffix(".json"))]
+
+
 def _partial(place: Place, days: float) -> list[Found]:
     """Old files that killed writers of objects left on a local disk: obstore names them NAME#1, and
     hides them.
@@ -106,11 +123,17 @@ def _partial(place: Place, days: float) -> list[Found]:
     found = []
     for name in (*TABLES, "features", "ingesting"):
         for path in (place / name).path.rglob("*#*"):
-            modified = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-            if re.search(r"#\d+$", path.name) and modified < _before(days):
-                name = path.relative_to(place.path).as_posix()
-                found.append(Found(name, path.stat().st_size, modified, ""))
+            if not re.search(r"#\d+$", path.name):
+                continue
+            with suppress(FileNotFoundError):  # its writer was alive
+                size, modified = path.stat().st_size, _modified(path)
+                if modified < _before(days):
+                    found.append(Found(path.relative_to(place.path).as_posix(), size, modified, ""))
     return found
+
+
+def _modified(path: Path) -> datetime:
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC)
 
 
 def _old(place: Place, days: float) -> list[Found]:

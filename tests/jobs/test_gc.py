@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from datetime import UTC, datetime
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +15,8 @@ from jobs import gc
 from jobs.base.config import Config, load
 from jobs.training.runs import VERSIONS
 from jobs.upkeep.garbage import heaps
-from store.lease import lease
+from store.collect import compact
+from store.lease import Lost, lease
 from store.schemas import FEATURE_INDEX, TRAFFIC
 from store.tables import Table
 
@@ -206,6 +208,49 @@ def test_shards_of_an_ingest_at_work_stay(cfg, monkeypatch):
         assert len(names(cfg, "traffic")) == 2
     assert gc.run(cfg)["left"] == []
     assert len(names(cfg, "traffic")) == 1
+
+
+@pytest.mark.parametrize("work_url", ["local"], indirect=True)
+def test_a_marker_stays_while_only_it_knows_whose_rows_are_in_a_table(cfg):
+    """Killed between the commit of traffic and that of logs: when the log grows, its rows go."""
+    cfg.table("traffic").append(rows("0123"))
+    for name in ("0123.json", "4567.json"):
+        cfg.place("ingesting").write(name, b"{}")
+    age(cfg, 8)
+    gc.run(cfg)
+    assert names(cfg, "ingesting") == {"0123.json"}
+
+
+@pytest.mark.parametrize("work_url", ["local"], indirect=True)
+def test_nothing_is_removed_under_a_lease_that_has_ended(cfg, monkeypatch):
+    cfg.table("traffic").append(rows("a"))
+    cfg.table("traffic").write(rows("b"))
+    age(cfg, 8)
+    heap = next(one for one in heaps(cfg, {}) if one.place == cfg.table("traffic").place)
+    found = heap.find()
+    monkeypatch.setattr("jobs.upkeep.garbage.lease", partial(lease, seconds=0.0))
+    with pytest.raises(Lost):
+        heap.remove(found)
+    assert len(names(cfg, "traffic")) == 2
+
+
+def test_small_shards_are_put_together_beside_a_busy_writer(cfg, monkeypatch):
+    """What others add does not matter; what they take away is left for the next gc."""
+    table, real = cfg.table("traffic"), Table.write
+    for i in range(18):
+        table.append(rows(f"log{i:02}"))
+
+    def write(one, found):
+        monkeypatch.setattr(Table, "write", real)
+        table.append(rows("more"))
+        monkeypatch.setattr(Table, "write", write)
+        return real(one, found)
+
+    monkeypatch.setattr(Table, "write", write)
+    assert compact(table)
+    monkeypatch.setattr(Table, "write", real)
+    assert len(table.shards()) == 2
+    assert table.read().num_rows == 38
 
 
 def test_small_shards_are_put_together(cfg):

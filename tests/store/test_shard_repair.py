@@ -36,7 +36,7 @@ def looked(monkeypatch):
 
 
 def mended(place, index, check=lambda: None):
-    found = mend(place, index, SCHEMA, check)
+    found = mend(place, index.under(check), SCHEMA)
     return found, index_of(index, "key")["sample_id"].to_pylist()
 
 

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable
 
-from store.place import place_of
+from store.place import Place, place_of
 from store.schemas import TIMESTAMP
 from store.tables import Conflict, Table
 
@@ -131,6 +131,38 @@ def test_a_later_column_is_null_in_older_shards(table):
     later.append(rows("b", 2).append_column("more", pa.array(["x"])))
     assert later.read(["more"])["more"].to_pylist().count("x") == 1
     assert numbers(table) == [1, 2], "and the former code reads on"
+
+
+def test_a_check_is_made_again_before_each_commit(table):
+    """A writer that was frozen finds out, also if it loses its first commit to its successor."""
+    table.append(rows("a", 1))
+    asked = []
+
+    def check():
+        asked.append(1)
+        if len(asked) == 1:
+            table.append(rows("b", 2))  # the successor commits first
+        else:
+            raise ValueError("the lease has ended")
+
+    with pytest.raises(ValueError, match="the lease has ended"):
+        table.under(check).append(rows("c", 3))
+    assert (len(asked), numbers(table)) == (2, [1, 2])
+
+
+def test_what_is_committed_during_the_listing_is_not_lost(table, monkeypatch):
+    table.append(rows("a", 1))
+    real = Place.objects
+
+    def late(place, prefix=""):
+        found = list(real(place, prefix))
+        if len(table.shards()) == 1:
+            table.replace("log", ["a"], [table.write(rows("a", 1, 2))])
+        return iter(found)
+
+    monkeypatch.setattr(Place, "objects", late)
+    assert table.lost() == []
+    assert numbers(table) == [1, 2]
 
 
 def test_a_lost_shard_is_named(table):

@@ -12,7 +12,7 @@ import pytest
 
 import store.log_to_traffic
 import store.tables
-from jobs import ingest
+from jobs import gc, ingest
 from jobs.ingestion import publishing
 from store.lease import Lease, Lost
 from tests.helpers.capture_logs import in_this_process, line, samples, write_log
@@ -87,6 +87,26 @@ def test_what_an_older_version_kept_without_consent_goes(anywhere, monkeypatch):
     assert is_tidy(cfg)
     with pytest.raises(FileNotFoundError, match="a file of this version is gone"):
         cfg.table("traffic").read(version=former)
+
+
+def test_what_an_older_version_kept_goes_from_before_a_compaction_too(anywhere, monkeypatch):
+    cfg = anywhere("ingest.max_reject_rate=1")
+    for log in range(20):
+        write_log(cfg, f"{log}.jsonl", [line(log), f"{{'secret': {log}, 'consent': False}}\n"])
+    with monkeypatch.context() as older:
+        older.setattr("store.log_formats.may_refuse", lambda raw: False)
+        older.setattr(store.log_to_traffic, "READING", 1)
+        older.setattr(publishing, "READING", 1)
+        ingest.run(cfg)
+    former = cfg.table("rejects").version()
+    assert len(raw(cfg)) == 20
+    assert gc.run(cfg)["small"], "put together; the small ones stay for gc.days"
+    ingest.run(cfg)
+    assert (len(raw(cfg)), len(samples(cfg))) == (0, 20)
+    for name in ("traffic", "rejects"):
+        assert objects(cfg, name) == set(cfg.table(name).shards())
+    with pytest.raises(FileNotFoundError, match="a file of this version is gone"):
+        cfg.table("rejects").read(version=former)
 
 
 def stop_after(monkeypatch, name):
