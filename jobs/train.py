@@ -55,7 +55,7 @@ def run(cfg: Config) -> dict[str, Any]:
     settings that need missing data, for a run that another process is training, and for a loss that
     is not finite.
     """
-    cfg = with_local_base(cfg)
+    base, cfg = cfg.train.base, with_local_base(cfg)
     shape = run_shape(cfg)
     chosen = choose_run(cfg, shape)
     if chosen.note:
@@ -64,7 +64,7 @@ def run(cfg: Config) -> dict[str, Any]:
     reused = place.has(MARK)
     if place.is_local and place.path.exists() and not reused:
         raise ValueError(f"{place} has no {MARK} and is in the way: move it away")
-    result = _trained(cfg, chosen) if reused else _train(cfg, chosen, shape)
+    result = _trained(cfg, chosen) if reused else _train(cfg, chosen, shape, base)
     drafter = _load(place.fetch(cfg.path("fetched")))
     summary = {
         "stage": "train",
@@ -87,7 +87,7 @@ def _load(folder: Path) -> Drafter:
         ) from error
 
 
-def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig) -> dict[str, Any]:
+def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig, base: str) -> dict[str, Any]:
     # Checked before Ray starts: Ray would retry a run that cannot succeed.
     pin, name = chosen.pin, chosen.name
     if lost := missing(cfg, pin):
@@ -104,7 +104,8 @@ def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig) -> dict[str, Any]:
         tracker.describe(params, execution, to_yaml(cfg))
         try:
             with cluster(cfg):
-                result = fit(cfg, name, shape, tracker.run_id)
+                # A worker on another node fetches the base for itself.
+                result = fit(cfg.override("train", base=base), name, shape, tracker.run_id)
         except BaseException:  # including Ctrl-C; the same command sets the run to RUNNING again
             with suppress(MlflowFault):
                 tracker.end("FAILED")

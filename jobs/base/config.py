@@ -96,7 +96,7 @@ class Config:
         folder = self.scratch
         if not folder:
             name = self.work.rstrip("/").rpartition("/")[2]
-            folder = f"runs/{name}" if self._remote else self.work
+            folder = f"runs/{name}" if self.is_remote else self.work
         return Path(folder).expanduser().absolute().joinpath(*parts)
 
     def place(self, *parts: str) -> Place:
@@ -108,7 +108,8 @@ class Config:
         return Table(self.place(name), TABLES[name])
 
     @property
-    def _remote(self) -> bool:
+    def is_remote(self) -> bool:
+        """Whether the products are in a bucket."""
         return "://" in self.work
 
     @property
@@ -139,7 +140,9 @@ def load(file: Path | str | None = None, overrides: Sequence[str] = ()) -> Confi
     """
     given = flatten(Config, read_yaml(Path(file)) if file else {})
     given |= parse_overrides(Config, overrides)
-    return build(Config, PROFILES[taken_profile(build(Config, given))] | given)
+    cfg = build(Config, PROFILES[taken_profile(build(Config, given))] | given)
+    # Like every path, it starts at the folder of the command, also for a worker elsewhere.
+    return replace(cfg, scratch=str(cfg.path())) if cfg.is_remote and not cfg.scratch else cfg
 
 
 def taken_profile(cfg: Config) -> str:

@@ -250,3 +250,10 @@ def test_an_override_says_which_setting_it_cannot_read():
 def test_a_name_that_is_no_text_is_refused_before_files_are_written():
     with pytest.raises(ValueError, match=r"work = '/tmp/\\udcff': not UTF-8"):
         load(None, ["work=/tmp/\udcff"])
+
+
+def test_the_scratch_folder_of_a_bucket_is_where_the_command_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = load(None, ["work=s3://bucket/mine"])
+    monkeypatch.chdir("/")
+    assert cfg.path("x") == tmp_path / "runs/mine/x", "a worker of Ray has another folder"
