@@ -294,6 +294,7 @@ def denied(where: str) -> PermissionError:
     )
 
 
+CAUSE = "\N{DOWNWARDS ARROW WITH TIP RIGHTWARDS}"
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 DENIALS = (
     "403 Forbidden",
@@ -319,11 +320,12 @@ def plain_fault(error: Exception, where: str) -> OSError | None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, without colours; the rest is for developers of its
-    library.
+    """The first line of an error's text, without colours, and the innermost of the causes that it
+    lists (Delta Lake); the rest is for developers of its library.
     """
     lines = re.sub(r"\x1b\[\d+m", "", str(error)).strip().splitlines()
-    return (lines or [type(error).__name__])[0]
+    causes = [line.partition(CAUSE)[2].strip() for line in lines if CAUSE in line]
+    return ": ".join([(lines or [type(error).__name__])[0], *causes[-1:]])
 
 
 def read_json(

@@ -47,7 +47,7 @@ def logged(cfg: Config, stage: str, run: Callable[[Config], Summary]) -> Summary
         told = first_line(cause if isinstance(cause, Exception) else error)
         place = cfg.place()
         if not place.is_local or place.path.is_dir():  # a misspelled work folder stays absent
-            _add(cfg, stage, started, False, {"error": told})
+            _add(cfg, stage, started, False, {"error": told}, quiet=isinstance(error, OSError))
         raise
     _add(cfg, stage, started, summary.get("ok", True), summary)
     return summary
@@ -67,7 +67,10 @@ def shortened(summary: Summary) -> str:
     return text
 
 
-def _add(cfg: Config, stage: str, started: datetime, ok: bool, summary: Summary) -> None:
+def _add(
+    cfg: Config, stage: str, started: datetime, ok: bool, summary: Summary, quiet: bool = False
+) -> None:
+    """Add a row. quiet: the stage's own error will say why it cannot be added."""
     row = {
         "stage": stage,
         "started_at": started,
@@ -79,4 +82,6 @@ def _add(cfg: Config, stage: str, started: datetime, ok: bool, summary: Summary)
         row["summary"] = shortened(summary)
         cfg.table("stages").append(pa.Table.from_pylist([row], schema=STAGES))
     except Exception as error:  # noqa: BLE001 (a stage that has ended is not undone by its note)
-        console.print(f"note: {stage} was not noted in {cfg.place('stages')}: {first_line(error)}")
+        if not quiet:
+            told = first_line(error)
+            console.print(f"note: {stage} was not noted in {cfg.place('stages')}: {told}")

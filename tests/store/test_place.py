@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow as pa
 import pytest
 
-from store.place import Place, place_of, read_json, write_json
+from store.place import Place, first_line, place_of, read_json, write_json
 from store.tables import Table
 
 
@@ -106,3 +106,11 @@ def test_azure_without_an_account_says_what_to_set(monkeypatch):
     for call in (place.read, place.open):
         with pytest.raises(ValueError, match="AZURE_STORAGE_ACCOUNT_NAME: set it"):
             call("a")
+
+
+def test_an_error_of_the_table_library_names_its_cause():
+    arrow = "\x1b[31m\N{DOWNWARDS ARROW WITH TIP RIGHTWARDS}\x1b[0m"
+    text = f"Kernel error -> Generic S3 error\n   {arrow} retried\n    {arrow} Connection refused\n"
+    assert first_line(OSError(text)) == "Kernel error -> Generic S3 error: Connection refused"
+    assert first_line(OSError("one\ntwo")) == "one"
+    assert first_line(OSError()) == "OSError"

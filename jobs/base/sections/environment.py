@@ -35,9 +35,9 @@ class Ray:
 class Mlflow:
     """Experiment tracking and the model registry."""
 
-    uri: str = setting("", "tracking and registry URI; empty: sqlite file <work>/mlflow.db")
+    uri: str = setting("", "tracking and registry URI; empty: sqlite file <scratch>/mlflow.db")
     artifacts: str = setting(
-        "", "artifact root; empty: <work>/mlartifacts, or the server's own if uri names one"
+        "", "artifact root; empty: <scratch>/mlartifacts, or the server's own if uri names one"
     )
     experiment: str = setting("flywheel", "experiment that collects the training runs")
     model: str = setting(
