@@ -20,10 +20,10 @@ def proxy(s3, s3_env, monkeypatch):
     with faulty(s3) as found:
         monkeypatch.setenv("AWS_ENDPOINT_URL", found.endpoint)
         place._store.cache_clear()
-        place._files.cache_clear()
+        arrow_files.files_of.cache_clear()
         yield found
     place._store.cache_clear()
-    place._files.cache_clear()
+    arrow_files.files_of.cache_clear()
 
 
 @pytest.fixture

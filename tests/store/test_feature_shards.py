@@ -146,11 +146,12 @@ def test_a_refusing_store_is_named_as_such(s3_env, bucket, monkeypatch):
     name = write(place, made("a"))["file"][0].as_py()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     other = place_of(f"{bucket}/")
+    from store import arrow_files
     from store import place as places
 
     places._store.cache_clear()
-    places._files.cache_clear()
+    arrow_files.files_of.cache_clear()
     with pytest.raises(PermissionError, match="check the permissions"):
         open_shard(other, name, SCHEMA)
     places._store.cache_clear()
-    places._files.cache_clear()
+    arrow_files.files_of.cache_clear()
