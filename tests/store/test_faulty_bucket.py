@@ -5,7 +5,7 @@ from datetime import timedelta
 import pyarrow as pa
 import pytest
 
-from store import place, tables
+from store import arrow_files, place, tables
 from store.lease import lease
 from store.place import place_of
 from store.tables import Table
