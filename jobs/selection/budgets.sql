@@ -3,27 +3,36 @@
 -- long sample leaves out itself only. A budget of 0 has no room for any length: that is reason 'budget'.
 
 create temp table decided as
-with shared as (
-    select
-        judged.*,
-        budgets.tokens as budget,
-        tenant_tokens,
-        tenant is not null and count(distinct tenant) over (partition by domain) > 1 as capped
-    from judged join budgets using (domain, side)
-    where reason is null
+with tenants as (
+    select domain, count(distinct tenant) > 1 as several from judged where reason is null group by domain
 ),
 
 sized as (
     select
-        *,
-        (tokens > budget and budget > 0)
-        or (capped and tokens > tenant_tokens and tenant_tokens > 0) as too_long
-    from shared
+        sample_id,
+        domain,
+        side,
+        tenant,
+        seen_at,
+        judged.tokens,
+        budgets.tokens as budget,
+        tenant_tokens,
+        several and tenant is not null as capped,
+        (judged.tokens > budget and budget > 0)
+        or (capped and judged.tokens > tenant_tokens and tenant_tokens > 0) as too_long
+    from judged join budgets using (domain, side) join tenants using (domain)
+    where reason is null
 ),
 
 by_tenant as (
     select
-        *,
+        sample_id,
+        domain,
+        side,
+        seen_at,
+        tokens,
+        budget,
+        too_long,
         capped and sum(tokens) filter (where not too_long) over (
             partition by domain, side, tenant order by seen_at desc, sample_id rows unbounded preceding
         ) > tenant_tokens as above_share

@@ -10,8 +10,10 @@ from dflash.identity import target_id
 from jobs import select
 from jobs.base.config import Config, load
 from jobs.dataset.samples import load_rows, selected
+from jobs.selection.sides import choose
 from store.ids import sample_id, split_of
-from store.schemas import ACCEPTANCE, LOGS, TRAFFIC
+from store.schemas import ACCEPTANCE, LOGS, SELECTION, TRAFFIC
+from tests.helpers.tables import regrouped
 from tests.helpers.tiny import make_target
 
 SIDES = ("train", "val", "test")
@@ -220,6 +222,38 @@ def test_repeats_are_merged_and_counted(cfg):
     add(cfg, [row(cfg, 1, captured_at=NEWEST - timedelta(hours=9))])
     [found] = taken(cfg)
     assert (found["repeat_count"], found["domain"]) == (6, "a")
+
+
+POOLS: list[pa.MemoryPool] = []
+"""Kept to the end: what Arrow allocated in a pool must not outlive it."""
+
+
+def peak_of_arrow(cfg: Config, logs: int, rows: list[dict]) -> tuple[pa.Table, int]:
+    """What is chosen of `logs` copies of these rows, and most bytes that Arrow held meanwhile."""
+    for log in range(logs):
+        later = timedelta(minutes=log)
+        add(cfg, [r | {"log": str(log), "captured_at": r["captured_at"] + later} for r in rows])
+    names, before = pa.array([r["sample_id"] for r in rows]), pa.default_memory_pool()
+    POOLS.append(pa.proxy_memory_pool(before))
+    pa.set_memory_pool(POOLS[-1])
+    try:
+        found, _ = choose(cfg, rows[0]["target_id"], names, {names[0].as_py(): "train"}, None)
+    finally:
+        pa.set_memory_pool(before)
+    return found, POOLS[-1].max_memory() or 0
+
+
+def test_memory_follows_the_samples_not_the_logs_that_repeat_them(cfg):
+    rows = [row(cfg, i, prompt_ids=[i, *range(20_000)]) for i in range(20)]
+    rows += [row(cfg, 30 + i, prompt_ids=[i, *range(19_000)], conversation_id="") for i in range(5)]
+    prompts = sum(4 * len(r["prompt_ids"]) for r in rows)
+    _, few = peak_of_arrow(cfg, 1, rows)
+    found, many = peak_of_arrow(cfg, 12, rows)
+    assert few > prompts, "this measures what is read"
+    assert many - few < prompts, "of eleven logs more, not even the prompts of one"
+    whole = regrouped(cfg.table("traffic").read(), {rows[0]["sample_id"]: "train"})
+    assert found.equals(whole.select(SELECTION.names))
+    assert set(found["repeat_count"].to_pylist()) == {12}
 
 
 def test_a_side_only_moves_towards_training(cfg):
