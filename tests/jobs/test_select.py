@@ -11,6 +11,7 @@ from jobs import select
 from jobs.base.config import Config, load
 from jobs.dataset.samples import load_rows, selected
 from jobs.selection.sides import choose
+from jobs.training import runs
 from store.ids import sample_id, split_of
 from store.schemas import ACCEPTANCE, LOGS, SELECTION, TRAFFIC
 from tests.helpers.tables import regrouped
@@ -293,3 +294,19 @@ def test_an_older_version_is_read_on_request(cfg):
     select.run(cfg)
     assert selected(cfg).num_rows == 2
     assert selected(cfg.override("select", version=old)).num_rows == 1
+
+
+def test_a_pin_names_the_version_that_its_rows_are_of(cfg, monkeypatch):
+    add(cfg, [row(cfg, i) for i in range(5)])
+    version, before = select.run(cfg)["version"], selected(cfg)["sample_id"].to_pylist()
+    real = runs.usable
+
+    def late(cfg, rows):
+        add(cfg, [row(cfg, i) for i in range(5, 9)])
+        assert select.run(cfg)["version"] > version
+        return real(cfg, rows)
+
+    monkeypatch.setattr(runs, "usable", late)
+    pin = runs.live_pin(cfg)
+    assert pin.versions["selection"] == version
+    assert set(pin.rows["sample_id"].to_pylist()) <= set(before)
