@@ -13,6 +13,7 @@ from dflash.identity import target_id
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.dataset.acceptance_rows import commit_walks
+from jobs.dataset.samples import at_one_selection
 from jobs.dataset.slices import domains, pick
 from jobs.evaluation.drafters import (
     Side,
@@ -39,6 +40,7 @@ def run(cfg: Config) -> dict[str, Any]:
     ValueError without held-out samples, for a drafter of another target, and for features that were
     not harvested.
     """
+    cfg = at_one_selection(cfg)
     folder = find_drafter(cfg, cfg.evaluate.drafter)
     identity = target_id(cfg.target_path)
     check_shape(cfg, folder)

@@ -65,7 +65,7 @@ def run(cfg: Config) -> dict[str, Any]:
 
 
 def _versions(cfg: Config) -> dict[str, int | None]:
-    return {name: cfg.table(name).version() for name in ("traffic", "acceptance")}
+    return {name: cfg.table(name).version() for name in ("traffic", "acceptance", "logs")}
 
 
 def _ranking(cfg: Config, identity: str, versions: dict[str, int | None]) -> Ranking:

@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 from store.groups import ORDER, form, idle_labels
 from store.ids import prompt_conversation, says_nothing
 from store.leakage import token_bytes
-from store.schemas import TIMESTAMP
-from store.tables import Table
+from store.schemas import TIMESTAMP, TRAFFIC
+from store.tables import Table, told
 
 MERGED = (
     "sample_id",
@@ -25,9 +25,8 @@ MERGED = (
     "repeat_count",
     "split",
     "split_by_prompt",
-    "prompt_ids",
 )
-"""Columns that decide how rows are merged and grouped."""
+"""Columns that, with the prompts, decide how rows are merged and grouped."""
 
 
 def tokens_of(
@@ -55,11 +54,39 @@ def tokens_of(
             yield batch.filter(pa.array(fresh))
 
 
+def prompts_of(traffic: Table, rows: pa.Table, version: int | None = None) -> dict[str, bytes]:
+    """{sample id: its prompt's token ids as bytes} of the samples of these rows, which have their
+    `sample_id` and `captured_at`, in a version of the table (None: the latest).
+
+    Shards are read one after the other, each for what the others did not have. A scan of them all
+    would read ahead, and hold the prompts of many logs that repeat the same samples.
+    """
+    columns, times = ["sample_id", "prompt_ids"], rows["captured_at"]
+    missing, found = set(rows["sample_id"].to_pylist()), {}
+    span = None
+    if len(times) and not times.null_count:
+        first, last = pc.min_max(times).values()  # pyright: ignore[reportAttributeAccessIssue]
+        span = (pc.field("captured_at") >= first) & (pc.field("captured_at") <= last)
+    with told(traffic.place):
+        for shard in traffic.dataset(version).get_fragments(span):
+            where = pc.field("sample_id").isin(pa.array(sorted(missing), pa.string()))
+            for batch in shard.to_batches(TRAFFIC, columns, where, batch_readahead=2):
+                prompts = token_bytes(pa.chunked_array([batch["prompt_ids"]]))
+                found.update(zip(batch["sample_id"].to_pylist(), prompts, strict=True))
+            missing -= found.keys()
+            if not missing:
+                break
+    return found
+
+
 def regroup(
-    table: pa.Table, unnamed: set[str], earlier: Mapping[str, str] | None = None
+    table: pa.Table,
+    prompts: Mapping[str, bytes],
+    unnamed: set[str],
+    earlier: Mapping[str, str] | None = None,
 ) -> pa.Table:
     """TRAFFIC rows of one target with equal sample_id merged into one, split by group, sorted by
-    sample_id. They need the columns MERGED; others are kept.
+    sample_id. They need the columns MERGED; others are kept. prompts: `prompts_of` the samples.
 
     unnamed: domains that say nothing, such as "default". earlier: the sides of samples in earlier
     selections. A side only ever moves towards training, so that nothing that a drafter may have
@@ -72,7 +99,8 @@ def regroup(
     first = np.flatnonzero(np.concatenate([[True], names[1:] != names[:-1]]))
     repeats = np.add.reduceat(table["repeat_count"].to_numpy(zero_copy_only=False), first)
     merged = table.take(pa.array(first))
-    conversations, splits = _grouped(merged, _labels(table, first), earlier or {})
+    texts = [prompts[name] for name in merged["sample_id"].to_pylist()]
+    conversations, splits = _grouped(merged, texts, _labels(table, first), earlier or {})
     for name, values in (
         ("repeat_count", pa.array(repeats.astype(np.int32), pa.int32())),
         ("conversation_id", pa.array(conversations, pa.string())),
@@ -110,10 +138,9 @@ def _labels(table: pa.Table, first: np.ndarray) -> list[set[str]]:
 
 
 def _grouped(
-    merged: pa.Table, labels: list[set[str]], earlier: Mapping[str, str]
+    merged: pa.Table, prompts: list[bytes], labels: list[set[str]], earlier: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """(conversation, split) of each sample."""
-    prompts = token_bytes(merged["prompt_ids"])
     own = merged["conversation_id"].to_pylist()
     by_label, by_prompt = merged["split"].to_pylist(), merged["split_by_prompt"].to_pylist()
     splits = [

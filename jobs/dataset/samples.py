@@ -49,6 +49,14 @@ def selection_version(cfg: Config) -> int | None:
     return cfg.table("selection").version() if version < 0 else version
 
 
+def at_one_selection(cfg: Config) -> Config:
+    """`cfg` for a stage that reads the selection more than once: a selection that is committed
+    meanwhile changes nothing.
+    """
+    version = selection_version(cfg)
+    return cfg if version is None else cfg.override("select", version=version)
+
+
 def selected(cfg: Config, split: str | None = None) -> pa.Table:
     """SELECTION rows of this target, of one split or all, sorted by sample_id.
 

@@ -1,6 +1,18 @@
 -- Every sample of the target in traffic_rows, and whether it would be taken. jobs/selection/ranking.py
 -- runs this; only narrow columns are read, and sorts spill to disk.
 
+-- Where the window of $days begins. It ends at the newest sample, but a record with a time in the future must not
+-- empty it: times that are more than a day after the newest ingest do not count. No clock is read, so the same traffic
+-- gives the same window.
+create temp table recent as
+with ingested as (
+    select max(ingested_at) + interval 1 day as last_day from logs_rows where target_id = $target_id
+)
+
+select coalesce(max(captured_at) filter (where captured_at <= last_day), max(captured_at)) - to_days($days) as since
+from traffic_rows cross join ingested
+where target_id = $target_id and $days > 0;
+
 -- One row per sample. Of its rows, the one that names a domain counts, then the earliest.
 create temp table samples as
 select
@@ -12,15 +24,27 @@ select
     max(captured_at) as seen_at,
     any_value(prompt_tokens + output_tokens) as tokens
 from traffic_rows
-where
-    target_id = $target_id
-    and (
-        $days = 0
-        or captured_at >= (
-            select max(captured_at) - to_days($days) from traffic_rows where target_id = $target_id
-        )
-    )
+where target_id = $target_id and ($days = 0 or captured_at >= (select since from recent))
 group by sample_id;
+
+-- How much is before the window or has no time. It is only counted, so rows of samples are not kept.
+create temp table too_old as
+with each_sample as (
+    select
+        min(domain) as domain,
+        min(coalesce(nullif(split, ''), split_by_prompt)) as side,
+        any_value(prompt_tokens + output_tokens) as tokens
+    from traffic_rows
+    where target_id = $target_id and $days > 0
+    group by sample_id
+    having coalesce(max(captured_at) < (select since from recent), true)
+)
+
+select domain, side, count(*) as samples, sum(tokens)::bigint as tokens
+from each_sample
+group by domain, side;
+
+drop table recent;
 
 -- The share of drafts that the serving engine accepted, for samples with enough rounds to tell.
 create temp table served as

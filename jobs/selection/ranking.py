@@ -19,9 +19,12 @@ ROUNDS = 16
 """Fewest served rounds of a sample that say whether it is garbled or looping."""
 REASONS = {
     "": "it is new enough for every budget",
+    "too_old": "it is before the window, or has no time (select.days)",
     "garbled": "the served drafter predicts almost nothing of it (select.garbled)",
     "looping": "the served drafter predicts nearly all of it (select.looping)",
     "same_prompt": "newer samples have the same prompt (select.per_prompt)",
+    "too_long": "it alone exceeds the budget of its side, or its tenant's share (select.tokens, "
+    "domain_tokens, domains, tenant_share)",
     "tenant_share": "its tenant has its share of the budget (select.tenant_share)",
     "budget": "newer samples fill the budget (select.tokens, domain_tokens, domains)",
 }
@@ -32,14 +35,17 @@ AVAILABLE = "select domain, sum(tokens)::bigint from judged where reason is null
 COUNTS = """
 select domain, side, coalesce(reason, '') as reason, count(*) as samples,
     sum(tokens)::bigint as tokens
-from decided group by all order by all
+from decided group by all
+union all
+select domain, side, 'too_old', samples, tokens from too_old
+order by all
 """
 TAKEN = "select sample_id from decided where reason is null order by sample_id"
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The decision about each sample of a target within the window."""
+    """The decision about each sample of a target."""
 
     counts: pa.Table
     """One row per domain, side and reason ("": taken), with samples and tokens."""
@@ -50,7 +56,7 @@ class Ranking:
 
 
 def rank(cfg: Config, target_id: str, versions: Mapping[str, int | None]) -> Ranking:
-    """Decide about every sample of this target in these versions of traffic/ and acceptance/."""
+    """Decide about every sample of this target, in these versions of traffic, acceptance, logs."""
     with open_database(cfg, versions) as connection:
         parameters = {
             "target_id": target_id,

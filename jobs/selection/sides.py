@@ -7,7 +7,7 @@ import pyarrow.compute as pc
 
 from jobs.base.config import Config
 from store.schemas import SELECTION
-from store.traffic_table import MERGED, regroup
+from store.traffic_table import MERGED, prompts_of, regroup
 
 
 def earlier_sides(cfg: Config, target_id: str) -> dict[str, str]:
@@ -25,22 +25,19 @@ def choose(
     version: int | None,
 ) -> tuple[pa.Table, int]:
     """SELECTION rows of these samples, sorted by sample_id, and how many of them would be on
-    another side without the earlier selection. Reads their prompts, no answers, in a version of
-    traffic/ (None: the latest).
+    another side without the earlier selection, in a version of traffic/ (None: the latest).
+
+    Prompts are read once per sample, and no answers: a sample may stand in any number of logs.
     """
     columns = list(dict.fromkeys([*SELECTION.names, *MERGED]))
     mine = pc.field("sample_id").isin(names) & (pc.field("target_id") == target_id)
-    rows = _wide(cfg.table("traffic").read(columns, mine, version))
+    table = cfg.table("traffic")
+    rows = table.read(columns, mine, version)
+    prompts = prompts_of(table, rows, version)
     unnamed = {"default", cfg.ingest.default_domain}
-    found = regroup(rows, unnamed, earlier)
+    found = regroup(rows, prompts, unnamed, earlier)
     moved = 0
     if earlier:
-        free = regroup(rows, unnamed)["split"]
+        free = regroup(rows, prompts, unnamed)["split"]
         moved = pc.sum(pc.not_equal(found["split"], free)).as_py() or 0  # pyright: ignore[reportAttributeAccessIssue]
     return found.select(SELECTION.names).cast(SELECTION), moved
-
-
-def _wide(rows: pa.Table) -> pa.Table:
-    """Prompts with 64-bit offsets: the prompts of all rows may have more than 2**31 tokens."""
-    place = rows.schema.get_field_index("prompt_ids")
-    return rows.set_column(place, "prompt_ids", rows["prompt_ids"].cast(pa.large_list(pa.int32())))

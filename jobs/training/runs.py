@@ -26,6 +26,7 @@ from dflash.identity import target_id
 from jobs.base.config import Config
 from jobs.base.settings import split_identity
 from jobs.dataset.samples import (
+    at_one_selection,
     captured_top_k,
     harvested,
     none_of_target,
@@ -143,6 +144,7 @@ def _unfinished(cfg: Config, recipe: str) -> list[str]:
 
 def live_pin(cfg: Config) -> Pin:
     """The pin of a run that begins now. Raises ValueError without training samples."""
+    cfg = at_one_selection(cfg)
     versions = {
         name: cfg.table(name).version() for name in ("traffic", "feature_index", "set_aside")
     }

@@ -5,7 +5,9 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.base.config import Config
+from store.leakage import token_bytes
 from store.schemas import TABLES
+from store.traffic_table import regroup
 
 
 def add_rows(cfg: Config, name: str, rows: list[dict[str, Any]]) -> None:
@@ -18,3 +20,10 @@ def put_rows(cfg: Config, name: str, rows: list[dict[str, Any]]) -> None:
     table = cfg.table(name)
     shard = table.write(pa.Table.from_pylist(rows, schema=TABLES[name]))
     table.change(lambda live: ([shard], list(live)))
+
+
+def regrouped(table: pa.Table, earlier: dict[str, str] | None = None) -> pa.Table:
+    """`regroup` of TRAFFIC rows with their prompts."""
+    texts = token_bytes(table["prompt_ids"])
+    prompts = dict(zip(table["sample_id"].to_pylist(), texts, strict=True))
+    return regroup(table, prompts, {"default"}, earlier)

@@ -113,6 +113,22 @@ def test_what_a_pinned_run_learned_before_it_moved_to_test_is_a_leak(work, monke
     shutil.rmtree(work / "runs")
 
 
+def test_a_selection_that_is_made_meanwhile_changes_nothing(work, monkeypatch):
+    """Else its train split may have the held-out samples, and all of them would be leaks."""
+    cfg = configure(work)
+    chosen, real = cfg.table("selection").read().to_pylist(), evaluate.held_out
+
+    def late(cfg, sides):
+        rows = real(cfg, sides)
+        put_rows(cfg, "selection", [row | {"split": "train"} for row in chosen])
+        return rows
+
+    monkeypatch.setattr(evaluate, "held_out", late)
+    monkeypatch.setattr(evaluate, "publish", lambda *args: work / "page")
+    assert evaluate.run(cfg)["leaking"]["leaking"] == 0
+    put_rows(cfg, "selection", chosen)
+
+
 def test_every_k_and_the_alpha_model(work):
     found = evaluate.run(configure(work))
     assert found["baseline"] is None

@@ -10,10 +10,14 @@ from dflash.identity import target_id
 from jobs import select
 from jobs.base.config import Config, load
 from jobs.dataset.samples import load_rows, selected
+from jobs.selection.sides import choose
+from jobs.training import runs
 from store.ids import sample_id, split_of
-from store.schemas import ACCEPTANCE, TRAFFIC
+from store.schemas import ACCEPTANCE, LOGS, SELECTION, TRAFFIC
+from tests.helpers.tables import regrouped
 from tests.helpers.tiny import make_target
 
+SIDES = ("train", "val", "test")
 NEWEST = datetime(2026, 5, 1, tzinfo=UTC)
 
 
@@ -73,7 +77,7 @@ def test_small_traffic_is_taken_whole(cfg):
     add(cfg, [row(cfg, i) for i in range(30)])
     summary = select.run(cfg)
     assert (summary["samples"], summary["tokens"], summary["left_out"]) == (30, 300, {})
-    assert summary["from_versions"] == {"traffic": 1, "acceptance": None}
+    assert summary["from_versions"] == {"traffic": 1, "acceptance": None, "logs": None}
     rows = load_rows(cfg, "train")
     assert rows[0]["output_ids"][:3] == [1, 2, 3]
     again = select.run(cfg)
@@ -128,9 +132,70 @@ def test_caps(cfg):
     assert 15 <= shares.count("loud") <= 25
 
 
+def test_a_sample_longer_than_the_budget_leaves_out_itself_only(cfg):
+    add(cfg, [row(cfg, i) for i in range(10, 410)])
+    before = {r["sample_id"] for r in taken(cfg, domain_tokens=2000)}
+    long = [row(cfg, i, split=side, output_tokens=1700) for i, side in enumerate(SIDES)]
+    add(cfg, long)
+    rows = taken(cfg, domain_tokens=2000)
+    assert {r["sample_id"] for r in rows} == before
+    plan = select.plan(cfg.override("select", domain_tokens=2000))["plan"]["a"]
+    assert plan["too_long"] == {"samples": 3, "tokens": 3 * 1706}
+
+
+def test_a_sample_longer_than_its_tenants_share_leaves_out_itself_only(cfg):
+    add(cfg, [row(cfg, i, tenant="xy"[i % 2], split="train") for i in range(10, 410)])
+    add(cfg, [row(cfg, 0, tenant="x", output_tokens=1000, split="train")])
+    add(cfg, [row(cfg, 1, domain="b", tenant="x", output_tokens=1000, split="train")])
+    settings = {"domain_tokens": 2000, "tenant_share": 0.5}
+    rows = taken(cfg, **settings)
+    assert [r["tenant"] for r in rows if r["domain"] == "a"].count("x") == 80
+    assert [r["domain"] for r in rows].count("b") == 1, "an only tenant has no share"
+    plan = select.plan(cfg.override("select", **settings))["plan"]["a"]
+    assert plan["too_long"] == {"samples": 1, "tokens": 1006}
+
+
+def test_a_budget_of_nothing_calls_no_sample_long(cfg):
+    add(cfg, [row(cfg, i) for i in range(9)])
+    add(cfg, [row(cfg, i, domain="b", tenant="xy"[i % 2]) for i in range(10, 19)])
+    plan = select.plan(cfg.override("select", domains=["a=0"], tenant_share=0.0))["plan"]
+    assert (set(plan["a"]), set(plan["b"])) == ({"budget"}, {"tenant_share"})
+
+
 def test_the_window(cfg):
     add(cfg, [row(cfg, i) for i in range(0, 100, 10)])
-    assert ages(taken(cfg, days=2)) == [0, 10, 20, 30, 40]
+    add(cfg, [row(cfg, 40, captured_at=NEWEST - timedelta(days=9))])
+    rows = taken(cfg, days=2)
+    assert ages(rows) == [0, 10, 20, 30, 216], "the newest row counts, the earliest is written"
+    found = select.plan(cfg.override("select", days=2))["plan"]["a"]
+    assert found["too_old"] == {"samples": 5, "tokens": 50}
+
+
+def test_samples_without_a_time_are_the_oldest(cfg):
+    add(cfg, [*(row(cfg, i) for i in range(3)), row(cfg, 7, captured_at=None)])
+    select.run(cfg)
+    assert selected(cfg).num_rows == 4, "without a window they are taken"
+    assert len(load_rows(cfg, "train") + load_rows(cfg, "val") + load_rows(cfg, "test")) == 4
+    summary = select.run(cfg.override("select", days=2))
+    assert (summary["samples"], summary["left_out"]) == (3, {"too_old": 1})
+
+
+def ingested(cfg: Config, at: datetime, **more) -> None:
+    """A LOGS row of this time."""
+    log = dict.fromkeys(LOGS.names) | {"target_id": target_id(cfg.target_path), "ingested_at": at}
+    cfg.table("logs").append(pa.Table.from_pylist([log | more], schema=LOGS))
+
+
+def test_a_time_in_the_future_does_not_empty_the_window(cfg):
+    add(cfg, [row(cfg, i) for i in range(0, 100, 10)])
+    add(cfg, [row(cfg, 1000, captured_at=datetime(2099, 1, 1, tzinfo=UTC))])
+    assert len(taken(cfg, days=2)) == 1, "without logs, nothing tells that it is wrong"
+    ingested(cfg, NEWEST - timedelta(hours=23))
+    ingested(cfg, datetime(2100, 1, 1, tzinfo=UTC), target_id="another")
+    summary = select.run(cfg.override("select", days=2))
+    assert ages(selected(cfg).to_pylist()).count(40) == 1
+    assert (summary["samples"], summary["left_out"]) == (6, {"too_old": 5})
+    assert summary["from_versions"]["logs"] == 2
 
 
 def test_both_tails_of_served_acceptance_are_left_out(cfg):
@@ -158,6 +223,38 @@ def test_repeats_are_merged_and_counted(cfg):
     add(cfg, [row(cfg, 1, captured_at=NEWEST - timedelta(hours=9))])
     [found] = taken(cfg)
     assert (found["repeat_count"], found["domain"]) == (6, "a")
+
+
+POOLS: list[pa.MemoryPool] = []
+"""Kept to the end: what Arrow allocated in a pool must not outlive it."""
+
+
+def peak_of_arrow(cfg: Config, logs: int, rows: list[dict]) -> tuple[pa.Table, int]:
+    """What is chosen of `logs` copies of these rows, and most bytes that Arrow held meanwhile."""
+    for log in range(logs):
+        later = timedelta(minutes=log)
+        add(cfg, [r | {"log": str(log), "captured_at": r["captured_at"] + later} for r in rows])
+    names, before = pa.array([r["sample_id"] for r in rows]), pa.default_memory_pool()
+    POOLS.append(pa.proxy_memory_pool(before))
+    pa.set_memory_pool(POOLS[-1])
+    try:
+        found, _ = choose(cfg, rows[0]["target_id"], names, {names[0].as_py(): "train"}, None)
+    finally:
+        pa.set_memory_pool(before)
+    return found, POOLS[-1].max_memory() or 0
+
+
+def test_memory_follows_the_samples_not_the_logs_that_repeat_them(cfg):
+    rows = [row(cfg, i, prompt_ids=[i, *range(20_000)]) for i in range(20)]
+    rows += [row(cfg, 30 + i, prompt_ids=[i, *range(19_000)], conversation_id="") for i in range(5)]
+    prompts = sum(4 * len(r["prompt_ids"]) for r in rows)
+    _, few = peak_of_arrow(cfg, 1, rows)
+    found, many = peak_of_arrow(cfg, 12, rows)
+    assert few > prompts, "this measures what is read"
+    assert many - few < prompts, "of eleven logs more, not even the prompts of one"
+    whole = regrouped(cfg.table("traffic").read(), {rows[0]["sample_id"]: "train"})
+    assert found.equals(whole.select(SELECTION.names))
+    assert set(found["repeat_count"].to_pylist()) == {12}
 
 
 def test_a_side_only_moves_towards_training(cfg):
@@ -197,3 +294,19 @@ def test_an_older_version_is_read_on_request(cfg):
     select.run(cfg)
     assert selected(cfg).num_rows == 2
     assert selected(cfg.override("select", version=old)).num_rows == 1
+
+
+def test_a_pin_names_the_version_that_its_rows_are_of(cfg, monkeypatch):
+    add(cfg, [row(cfg, i) for i in range(5)])
+    version, before = select.run(cfg)["version"], selected(cfg)["sample_id"].to_pylist()
+    real = runs.usable
+
+    def late(cfg, rows):
+        add(cfg, [row(cfg, i) for i in range(5, 9)])
+        assert select.run(cfg)["version"] > version
+        return real(cfg, rows)
+
+    monkeypatch.setattr(runs, "usable", late)
+    pin = runs.live_pin(cfg)
+    assert pin.versions["selection"] == version
+    assert set(pin.rows["sample_id"].to_pylist()) <= set(before)

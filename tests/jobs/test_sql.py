@@ -15,7 +15,7 @@ from jobs.base.stage_log import logged
 from jobs.dataset import queries
 from store import promotions
 from store.schemas import ACCEPTANCE, SELECTION, TRAFFIC
-from store.traffic_table import regroup
+from tests.helpers.tables import regrouped
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_the_traffic_view_merges_as_the_selection_does(cfg):
     names = ["sample_id", "conversation_id", "domain", "repeat_count", "language", "shaped"]
     query = f"select {', '.join(names)}, split, selected from Traffic order by sample_id"
     seen = queries.ask(cfg, query).to_pylist()
-    wanted = regroup(pa.Table.from_pylist(found, schema=TRAFFIC), {"default"})
+    wanted = regrouped(pa.Table.from_pylist(found, schema=TRAFFIC))
     assert seen == [
         r | {"split": None, "selected": False} for r in wanted.select(names).to_pylist()
     ]

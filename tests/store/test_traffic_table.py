@@ -14,7 +14,8 @@ from store.leakage import leaking
 from store.place import place_of
 from store.schemas import TRAFFIC
 from store.tables import Table
-from store.traffic_table import regroup, tokens_of
+from store.traffic_table import prompts_of, tokens_of
+from tests.helpers.tables import regrouped
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -60,13 +61,29 @@ def test_tokens_are_those_of_the_named_samples_once_each(work_url):
     assert found(["x", "y", "z"], until=late) == [("x", [1])]
 
 
+def test_prompts_are_read_once_per_sample_in_a_version(work_url):
+    table = Table(place_of(work_url) / "traffic", TRAFFIC)
+    rows = [row("x", 5), row("y", 100), row("x", 300)]
+    for one, ids in zip(rows, ([1, 2], [3, 4], [1, 2]), strict=True):
+        one["prompt_ids"] = ids
+    for one in rows:
+        table.append(pa.Table.from_pylist([one], schema=TRAFFIC))
+    wanted = {"x": b"\1\0\0\0\2\0\0\0", "y": b"\3\0\0\0\4\0\0\0"}
+    read = table.read(["sample_id", "captured_at"])
+    assert prompts_of(table, read) == wanted
+    assert set(prompts_of(table, read, version=1)) == {"x"}
+    assert prompts_of(table, read.slice(0, 0)) == {}
+    table.append(pa.Table.from_pylist([row("z", 1) | {"captured_at": None}], schema=TRAFFIC))
+    assert set(prompts_of(table, table.read(["sample_id", "captured_at"]))) == {"x", "y", "z"}
+
+
 def test_a_side_of_an_earlier_selection_stays_unless_training_needs_it():
     rows = [sample([*range(10, 15 + i)], second=i) for i in range(3)]  # one group: prefixes
     alone = sides(read(rows))
     [side] = set(alone.values())
     first = str(rows[0]["sample_id"])
     for earlier in ("train", "val", "test"):
-        table = regroup(pa.Table.from_pylist(rows, schema=TRAFFIC), set(), {first: earlier})
+        table = read(rows, {first: earlier})
         nearer = min(side, earlier, key=["train", "val", "test"].index)
         assert set(sides(table).values()) == {nearer}
 
@@ -103,8 +120,8 @@ def sample(prompt, output=(7, 8), label=None, second=0, **more):
     }
 
 
-def read(rows):
-    return regroup(pa.Table.from_pylist(rows, schema=TRAFFIC), {"default"})
+def read(rows, earlier=None):
+    return regrouped(pa.Table.from_pylist(rows, schema=TRAFFIC), earlier)
 
 
 def sides(table):
