@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import duckdb
 
@@ -22,7 +23,7 @@ def open_database(
 
     Raises OSError for what DuckDB could not do in the block, such as read a shard.
     """
-    config = {"memory_limit": MEMORY, "temp_directory": str(cfg.path("duckdb"))}
+    config: dict[str, Any] = {"memory_limit": MEMORY, "temp_directory": str(cfg.path("duckdb"))}
     try:
         # It must be closed: an open connection can abort the interpreter at its end.
         with duckdb.connect(config=config) as connection:
