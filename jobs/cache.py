@@ -14,7 +14,7 @@ from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from jobs.upkeep.feature_files import FeatureFile, evicted, feature_files
-from store.lease import lease
+from store.lease import Lease, lease
 
 GIB = 2**30
 WAIT = 60.0
@@ -23,7 +23,9 @@ WAIT = 60.0
 
 def plan(cfg: Config) -> dict[str, Any]:
     """What `run` would do; changes nothing."""
-    return _decide(cfg)[1] | {"plan": True}
+    files = feature_files(cfg)
+    gone = _excess(cfg, files)
+    return _summary(cfg, [file for file in files if file not in gone], gone) | {"plan": True}
 
 
 def run(cfg: Config) -> dict[str, Any]:
@@ -31,33 +33,42 @@ def run(cfg: Config) -> dict[str, Any]:
 
     Raises ValueError if another cache or a harvest of these features is running.
     """
+    gone: set[FeatureFile] = set()
     with lease(cfg.place("leases", "cache"), wait=0.0):
-        gone, summary = _decide(cfg)
-        for key in sorted({file.key for file in gone}):
-            names = sorted(file.name for file in gone if file.key == key)
+        for key in sorted({file.key for file in _excess(cfg, feature_files(cfg))}):
             # A harvest lists the files that it finds, and these are about to be deleted.
             with lease(cfg.place("leases", f"harvest-{key}"), WAIT) as held:
-                held.check()
-                cfg.table("feature_index").replace("file", names, [])
-                cfg.place("features", key).delete(names)
-    return summary
+                # Decided again: the harvest that we waited for may have reused some.
+                mine = {file for file in _excess(cfg, feature_files(cfg)) if file.key == key}
+                _evict(cfg, key, sorted(file.name for file in mine), held)
+                gone |= mine
+    return _summary(cfg, feature_files(cfg), gone)
 
 
-def _decide(cfg: Config) -> tuple[set[FeatureFile], dict[str, Any]]:
-    """(files that go, summary); prints them."""
-    files, days = feature_files(cfg), cfg.cache.days
-    before = datetime.now(UTC) - timedelta(days=days) if days else None
-    gone = evicted(files, cfg.cache.gib, before)
-    _show(files, gone)
-    needed = _bytes(file for file in files if file.needed)
+def _excess(cfg: Config, files: list[FeatureFile]) -> set[FeatureFile]:
+    """Which of `files` exceed the limits."""
+    days = cfg.cache.days
+    return evicted(files, cfg.cache.gib, datetime.now(UTC) - timedelta(days=days) if days else None)
+
+
+def _evict(cfg: Config, key: str, names: list[str], held: Lease) -> None:
+    if names:
+        held.check()
+        cfg.table("feature_index").replace("file", names, [])
+        cfg.place("features", key).delete(names)
+
+
+def _summary(cfg: Config, left: list[FeatureFile], gone: Collection[FeatureFile]) -> dict[str, Any]:
+    """What stays and what goes; prints it, too."""
+    _show([*left, *gone], gone)
+    needed = _bytes(file for file in left if file.needed)
     if 0 < cfg.cache.gib * GIB < needed:
         console.print(
             f"note: the selection and unfinished training runs need {needed / GIB:.4g} GiB, more "
             f"than cache.gib={cfg.cache.gib:g}: raise it, or lower the budgets of `flywheel select`"
         )
-    summary = {"stage": "cache", "files": len(files) - len(gone)}
-    summary |= {"bytes": _bytes(files) - _bytes(gone), "needed": needed}
-    return gone, summary | {"evicted": len(gone), "evicted_bytes": _bytes(gone)}
+    summary = {"stage": "cache", "files": len(left), "bytes": _bytes(left), "needed": needed}
+    return summary | {"evicted": len(gone), "evicted_bytes": _bytes(gone)}
 
 
 def _show(files: list[FeatureFile], gone: Collection[FeatureFile]) -> None:

@@ -52,7 +52,7 @@ def run(cfg: Config) -> dict[str, Any]:
         tables = [cfg.table("traffic"), cfg.table("rejects")]
         states = States.read(cfg.table("logs"), cfg.place("ingesting"), tables)
         with tasks(cfg) as each:
-            digested = digests(each, kept, logs, states)
+            digested = digests(each, cfg, kept, logs, states)
             reads = read_each(each, cfg, digested, rules, states)
         kept.keep(digested)
         publisher = Publisher(cfg, held, states)

@@ -15,10 +15,11 @@ from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from jobs.upkeep import former_products as former
 from jobs.upkeep.garbage import regression
+from store.former_layout import is_former
 from store.lease import lease
 
 KEPT = "former"
-"""Folder of what was moved away. It is made when every row is in its table."""
+"""Folder of what was moved away."""
 MOVES = {
     "rejects": former.move_rejects,
     "set_aside": former.move_set_aside,
@@ -53,13 +54,22 @@ def run(cfg: Config) -> dict[str, Any]:
 def _migrate(cfg: Config) -> dict[str, int]:
     work, kept = cfg.place().path, cfg.place(KEPT).path
     found = dict.fromkeys(MOVES, 0)
-    if not kept.exists():
+    # The list of traffic is moved last. While it is there, no stage has used the tables; after a
+    # rollback there are none. Copying twice writes the same rows.
+    if is_former(work) or not _records(kept):
+        _move(kept, work)
         found = {name: move(cfg) for name, move in MOVES.items()}
-    for path in _records(work):
-        there = kept / path.relative_to(work)
+    _move(work, kept)
+    return found
+
+
+def _move(source: Path, target: Path) -> None:
+    for path in _records(source):
+        there = target / path.relative_to(source)
+        if there.exists():
+            raise ValueError(f"{path} and {there}: remove the older one, then run this again")
         there.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, there)
-    return found
 
 
 def _records(work: Path) -> list[Path]:

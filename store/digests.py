@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from store.log_files import Stamp, is_packed, on_disk, open_log
@@ -15,16 +16,16 @@ FILE = "logs.json"
 Digest = tuple[int, str, dict[int, str]]
 
 
-def digest_log(log: str, sizes: set[int]) -> Digest:
+def digest_log(log: str, sizes: set[int], copies: Path | None = None) -> Digest:
     """Size in bytes, sha256, and {n: sha256 of the first n bytes} of a log, in one pass.
 
     n is every one of `sizes` that the log reaches, and its own size. The prefixes tell whether a
     log is an older one that has grown. For a compressed log, the decompressed bytes are counted and
-    hashed, so a log that is rotated and compressed is not a new one. Raises ValueError if the file
-    became shorter while it was read.
+    hashed, so a log that is rotated and compressed is not a new one. `copies` as in `on_disk`.
+    Raises ValueError if the file became shorter while it was read.
     """
     digest, done, prefixes = hashlib.sha256(), 0, {}
-    with on_disk(log) as path, open_log(path) as stream:
+    with on_disk(log, copies) as path, open_log(path) as stream:
         total = None if is_packed(stream) else path.stat().st_size
         stops = iter(sorted(n for n in sizes if n > 0 and (total is None or n < total)))
         stop = next(stops, total)

@@ -7,9 +7,11 @@ import glob
 import io
 import json
 import re
+import shutil
+import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from itertools import takewhile
 from pathlib import Path
@@ -40,6 +42,10 @@ OTHERS = {
 NAME = re.compile(r"\.jsonl([.-][^/]*)?$")
 """Names of logs: capture.jsonl, or rotated: capture.jsonl.1, capture.jsonl-20261129.gz."""
 UNFINISHED = (".tmp", ".part", ".swp")
+COPY = "flywheel-"
+"""How the folders of copies begin."""
+LEFT = 86_400
+"""Seconds after which a copy is a leftover."""
 HEAD = 1 << 20
 PIECE = 64 << 10
 """Bytes that are decompressed at once. So many may be lost before a damaged place of a log."""
@@ -127,15 +133,29 @@ def _stamp(found: Found) -> Stamp:
 
 
 @contextmanager
-def on_disk(log: str) -> Iterator[Path]:
-    """The path of a log for the block: itself, or a temporary copy of an object in a bucket."""
+def on_disk(log: str, copies: Path | None = None) -> Iterator[Path]:
+    """The path of a log for the block: itself, or a temporary copy of an object in a bucket.
+
+    The copy is below the local folder `copies` (None: the system's). Old ones there are removed.
+    """
     if "://" not in log:
         yield Path(log)
         return
     folder, _, name = log.rpartition("/")
-    with TemporaryDirectory(prefix="flywheel-") as scratch:
+    if copies:
+        copies.mkdir(parents=True, exist_ok=True)
+        _remove_left(copies)
+    with TemporaryDirectory(prefix=COPY, dir=copies) as scratch:
         place_of(folder).save(name, Path(scratch, name))
         yield Path(scratch, name)
+
+
+def _remove_left(copies: Path) -> None:
+    """Remove copies that processes left which were killed: nobody reads one log for so long."""
+    for copy in copies.glob(f"{COPY}*"):
+        with suppress(FileNotFoundError):  # another reader was first
+            if time.time() - copy.stat().st_mtime > LEFT:
+                shutil.rmtree(copy, ignore_errors=True)
 
 
 def _is_log(name: str) -> bool:

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -38,18 +39,25 @@ def key_of(sha256: str, rules: Rules) -> str:
 
 
 def ingest_log(
-    log: str, size: int, sha256: str, rules: Rules, traffic: Table, rejects: Table, markers: Place
+    log: str,
+    size: int,
+    sha256: str,
+    rules: Rules,
+    traffic: Table,
+    rejects: Table,
+    markers: Place,
+    copies: Path | None = None,
 ) -> LogState:
     """Parse one log into shards and write its marker (as a Ray task, it sends back nothing else).
 
-    `size` and `sha256` as of `digest_log`. Run again, it writes the same shards under the same
-    names. Raises ValueError if the log has changed since its digest was made.
+    `size` and `sha256` as of `digest_log`, `copies` as in `on_disk`. Run again, it writes the same
+    shards under the same names. Raises ValueError if the log has changed since its digest was made.
     """
     key = key_of(sha256, rules)
     tally = Tally(log)
     good, bad = _Shards(traffic, key), _Shards(rejects, key)
     room = MAX_REJECTS_BYTES
-    for outcome in _outcomes(log, size, sha256, rules):
+    for outcome in _outcomes(log, size, sha256, rules, copies):
         tally.add(outcome)
         if isinstance(outcome, Reject):
             raw = outcome.raw if len(outcome.raw) <= room else b""
@@ -75,9 +83,11 @@ def ingest_log(
     return mark(markers, state)
 
 
-def _outcomes(log: str, size: int, sha256: str, rules: Rules) -> Iterator[Outcome]:
+def _outcomes(
+    log: str, size: int, sha256: str, rules: Rules, copies: Path | None
+) -> Iterator[Outcome]:
     """The outcome of every record, or one of the whole file if it holds no JSON lines."""
-    with on_disk(log) as path:
+    with on_disk(log, copies) as path:
         kind = other_kind(path)
         if kind is not None:
             yield NotUsed(0, "text_log", f"{path.name} is {kind}")

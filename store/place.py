@@ -32,6 +32,8 @@ from obstore.store import LocalStore, ObjectStore, from_url
 
 from store.arrow_files import azure_account, files_of
 
+SCHEMES = ("s3", "gs", "az")
+"""Object stores that a place may be in."""
 # Ten retries, the default, last two seconds; a store may need longer.
 RETRIES: Any = {
     "max_retries": 1000,
@@ -249,8 +251,26 @@ def _found(name: str, item: Any) -> Found:
 
 
 def place_of(url: str) -> Place:
-    """The place of a local path or URL that a user gave."""
+    """The place of a local path or URL that a user gave. Raises ValueError as `check_url`."""
+    check_url(url)
     return Place(url.rstrip("/") if "://" in url else str(Path(url).expanduser().absolute()))
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError if a path or URL is a URL of no bucket, or almost one: as a local folder it
+    would be what nobody meant.
+    """
+    scheme, found, rest = url.partition("://")
+    if found and scheme not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise ValueError(f"{url!r}: expected a local folder, or a URL that begins with {known}")
+    if found and rest[:1] in ("", "/"):
+        raise ValueError(f"{url!r}: it names no bucket: write {scheme}://BUCKET/FOLDER")
+    scheme, single, rest = url.partition(":/")
+    if single and not found and scheme in SCHEMES:
+        raise ValueError(
+            f"{url!r}: write {scheme}://{rest} for a place in a bucket, ./{url} for a local folder"
+        )
 
 
 @lru_cache(maxsize=32)

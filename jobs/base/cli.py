@@ -4,8 +4,9 @@
 
 A stage is a module with `run(cfg: Config) -> dict`. What it prints for people goes to stderr
 (jobs/base/console.py); the summary it returns is printed as one JSON line, the last line on stdout.
-A summary with `"ok": false` makes the exit code 1; a ValueError or OSError is a message to the user
-and makes it 2. Stages are imported only when they run: help works whatever is installed.
+A summary with `"ok": false` makes the exit code 1; a ValueError, an OSError or the death of a Ray
+worker is a message to the user and makes it 2. Stages are imported only when they run: help works
+whatever is installed.
 """
 
 import argparse
@@ -84,10 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: the same command continues where this one stopped", file=sys.stderr)
         return 130
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        if args.debug:
-            raise
-        message = _message(error)
+    except Exception as error:
+        message = None if args.debug else _message(error)
         if message is None:
             raise
         print(f"error: {visible(message, lines=True)}", file=sys.stderr)
@@ -140,15 +139,34 @@ def _message(error: Exception) -> str | None:
     cause = getattr(error, "cause", None)
     if isinstance(cause, Exception):  # Ray wraps a task's error; its own text is a remote traceback
         return _message(cause)
+    if _is_of_ray(error):
+        from store.place import first_line
+
+        return (
+            f"a part of the work on Ray failed: {first_line(error)} If memory ran out, free some "
+            "or lower ray.num_cpus; then run the same command again"
+        )
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    if not isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ValueError | OSError):
         return str(error)
+    if not isinstance(error, ModuleNotFoundError):
+        return None
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return None
     extra = f"dflash-flywheel[{EXTRAS[package]}]"
     return f"{package} is not installed: `make venv`, or pip install '{extra}'"
+
+
+def _is_of_ray(error: Exception) -> bool:
+    """Whether it says that something of Ray died or failed, and not what a task raised. Ray is not
+    imported for that: an error of a module that nobody imported does not exist.
+    """
+    ray = sys.modules.get("ray.exceptions")
+    if ray is None:
+        return False
+    return isinstance(error, ray.RayError) and not isinstance(error, ray.RayTaskError)
 
 
 class _Parser(argparse.ArgumentParser):

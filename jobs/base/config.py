@@ -30,9 +30,6 @@ from store.place import Place, place_of
 from store.schemas import TABLES
 from store.tables import Table
 
-SCHEMES = ("s3", "gs", "az")
-"""Object stores that `work` may be a URL of."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -76,11 +73,6 @@ class Config:
     def __post_init__(self) -> None:
         if "://" in self.scratch:
             raise ValueError(f"scratch = {self.scratch!r}: it must be a folder on a local disk")
-        if self.work.partition("://")[1] and self.work.partition("://")[0] not in SCHEMES:
-            raise ValueError(
-                f"work = {self.work!r}: expected a local folder, or a URL that begins with "
-                + ", ".join(f"{scheme}://" for scheme in SCHEMES)
-            )
         if found := [c for c in f"{self.work}{self.path()}" if c in "%?#"]:
             raise ValueError(
                 f"work = {self.work!r}: MLflow and object stores read this path as a part of URIs, "

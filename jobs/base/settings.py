@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
+from store.place import check_url
+
 T = TypeVar("T")
 ODD_NUMBER = re.compile(r"[-+]?0[0-9_]|.*:")
 
@@ -256,12 +258,16 @@ def _absolute(name: str, value: Any, item: dataclasses.Field) -> Any:
         return value
     if isinstance(value, list):
         return [_absolute(name, part, item) for part in value]
+    if "://" in value and item.metadata["local"]:
+        raise ValueError(
+            f"{name} = {value!r}: it must be a folder on a local disk: copy it there, and "
+            "name the copy"
+        )
+    try:
+        check_url(value)
+    except ValueError as error:
+        raise ValueError(f"{name} = {error}") from error
     if "://" in value:
-        if item.metadata["local"]:
-            raise ValueError(
-                f"{name} = {value!r}: it must be a folder on a local disk: copy it there, and "
-                "name the copy"
-            )
         return value
     try:
         return str(Path(value).expanduser().absolute())

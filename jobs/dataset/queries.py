@@ -1,6 +1,5 @@
 """Questions over the work folder, answered by DuckDB: views of the published files, and macros."""
 
-from contextlib import closing
 from itertools import takewhile
 from pathlib import Path
 
@@ -27,11 +26,12 @@ TABLES = (
 
 
 def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
-    """The result of `query` over the work folder.
+    """The result of `query` over the work folder, with the views and macros of sql/.
 
     Raises ValueError, beginning with `name`, for SQL that DuckDB refuses or that returns no table.
     """
-    with closing(connect(cfg)) as connection:
+    with open_database(cfg, dict.fromkeys(TABLES)) as connection:
+        connection.execute((FOLDER / SOURCES).read_text())
         try:
             found = connection.sql(query)
             if found is None:
@@ -39,13 +39,6 @@ def ask(cfg: Config, query: str, name: str = "query") -> pa.Table:
             return found.to_arrow_table()
         except duckdb.Error as error:
             raise ValueError(f"{name}: {error}") from error
-
-
-def connect(cfg: Config) -> duckdb.DuckDBPyConnection:
-    """An in-memory DuckDB with the views and macros over the tables of the work folder."""
-    connection = open_database(cfg, dict.fromkeys(TABLES))
-    connection.execute((FOLDER / SOURCES).read_text())
-    return connection
 
 
 def questions() -> list[str]:

@@ -15,6 +15,8 @@ from store.log_formats import Rules
 from store.log_states import LogState, States
 from store.log_to_traffic import ingest_log, key_of
 
+COPIES = "logs_read"
+"""Folder below scratch of copies of logs in buckets, while they are read."""
 Each = Callable[[Any, Sequence[tuple]], list[Any]]
 
 
@@ -51,7 +53,7 @@ def tasks(cfg: Config) -> Iterator[Each]:
 
 
 def digests(
-    each: Each, kept: Digests, logs: Mapping[str, Stamp], states: States
+    each: Each, cfg: Config, kept: Digests, logs: Mapping[str, Stamp], states: States
 ) -> dict[str, tuple[Stamp, Digest]]:
     """(stamp, digest) of each log (store/digests.py). Only logs that changed since the last run are
     read. Of their prefixes, those remain that are a known state.
@@ -59,9 +61,8 @@ def digests(
     known = {log: kept.get(log, stamp) for log, stamp in logs.items()}
     unread = [log for log, digest in known.items() if digest is None]
     sizes = {size for size, _ in states.by_content}
-    for log, (size, sha, prefixes) in zip(
-        unread, each(digest_log, [(log, sizes) for log in unread]), strict=True
-    ):
+    jobs = [(log, sizes, cfg.path(COPIES)) for log in unread]
+    for log, (size, sha, prefixes) in zip(unread, each(digest_log, jobs), strict=True):
         mine = {p[0]: p[1] for p in prefixes.items() if p in states.by_content or p[0] == size}
         known[log] = size, sha, mine
     return {log: (stamp, digest) for log, stamp in logs.items() if (digest := known[log])}
@@ -86,7 +87,8 @@ def read_each(
     found |= {key: states.marked[key] for key in waiting}
     places = cfg.table("traffic"), cfg.table("rejects"), cfg.place("ingesting")
     unread = [key for key in contents if key not in found]
-    jobs = [(log, *digest[:2], rules, *places) for log, digest in map(contents.__getitem__, unread)]
+    more = rules, *places, cfg.path(COPIES)
+    jobs = [(log, *digest[:2], *more) for log, digest in map(contents.__getitem__, unread)]
     parsed = dict(zip(unread, each(ingest_log, jobs), strict=True))
     states_now = found | parsed
     return [Read(states_now[key], stale[key], key in done, key in found) for key in contents]

@@ -1,6 +1,5 @@
 """How many samples traffic/ has, by domain: counted by DuckDB over the narrow columns."""
 
-from contextlib import closing
 from math import sqrt
 
 from jobs.base.config import Config
@@ -37,7 +36,7 @@ def count_samples(cfg: Config, target_id: str, kept: Digests) -> dict[str, dict[
     of = query | {"table": str(table.place), "version": table.version()}
     if kept.counted.get("of") != of:
         rows = sum(shard.rows for shard in table.shards().values())
-        with closing(open_database(cfg, {"traffic": None})) as connection:
+        with open_database(cfg, {"traffic": None}) as connection:
             connection.execute(f"set threads = 1; set memory_limit = '{megabytes(rows)}MB'")
             found = connection.execute(QUERY, query).fetchall()
         domains = {domain: {"samples": n, "tokens": tokens} for domain, n, tokens in found}

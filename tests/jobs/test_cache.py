@@ -1,6 +1,7 @@
 """flywheel cache: what is needed stays, then age and size decide."""
 
 import json
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
@@ -130,6 +131,29 @@ def test_it_waits_for_a_harvest(filled, monkeypatch):
         cache.run(cfg)
     assert "free-old.parquet" in files(cfg)
     assert cache.run(cfg)["evicted"] == 2
+
+
+def test_what_is_selected_while_it_waits_stays(filled, monkeypatch):
+    """A select and a harvest, which reuses the features, may end before cache gets its lease."""
+    cfg = filled.override("cache", days=30.0)
+    waited = []
+
+    @contextmanager
+    def after_a_harvest(place, *more, **named):
+        if waited == ["cache"]:  # the first lease of a harvest
+            select(cfg, "x3")
+        waited.append(place.name)
+        with lease(place, *more, **named) as held:
+            yield held
+
+    monkeypatch.setattr(cache, "lease", after_a_harvest)
+    done = cache.run(cfg)
+    assert {f"harvest-{features_place(cfg).name}", "harvest-other"} <= set(waited)
+    assert "free-old.parquet" in files(cfg)
+    listed = index_of(cfg.table("feature_index"), features_place(cfg).name)
+    assert "x3" in listed["sample_id"].to_pylist()
+    assert (done["evicted"], done["files"]) == (6 - len(files(cfg)), len(files(cfg)))
+    assert done["bytes"] == len(files(cfg)) * 2**20
 
 
 def test_an_empty_folder(cfg):

@@ -16,6 +16,7 @@ from jobs.ingestion.rules import make_rules
 from store.digests import digest_log
 from store.log_files import find_logs
 from store.log_to_traffic import ingest_log
+from store.place import place_of
 from tests.helpers.capture_logs import in_this_process, line, samples, write_log
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -151,6 +152,16 @@ def parse(cfg, log):
     size, sha256, _ = digest_log(str(log), set())
     places = cfg.table("traffic"), cfg.table("rejects"), cfg.place("ingesting")
     return ingest_log(str(log), size, sha256, make_rules(cfg), *places)
+
+
+def test_a_log_in_a_bucket_is_read_below_scratch(configure, bucket, monkeypatch):
+    cfg = configure(f"ingest.logs={bucket}/logs/")
+    log = write_log(cfg, "a.jsonl", [line(i) for i in range(30)])
+    place_of(bucket).write("logs/a.jsonl", log)
+    in_this_process(monkeypatch)
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    assert ingest.run(cfg)["samples"] == 30
+    assert list(cfg.path("logs_read").iterdir()) == []
 
 
 def test_several_shards_per_log(configure, monkeypatch, tmp_path):

@@ -8,12 +8,16 @@ import pytest
 
 from dflash.identity import target_id
 from jobs import select
+from jobs.base import cli
 from jobs.base.config import Config, load
 from jobs.dataset.samples import load_rows, selected
+from jobs.ingestion.sample_counts import count_samples
 from jobs.selection.sides import choose
 from jobs.training import runs
+from store.digests import Digests
 from store.ids import sample_id, split_of
 from store.schemas import ACCEPTANCE, LOGS, SELECTION, TRAFFIC
+from tests.helpers.faulty_s3 import faulty
 from tests.helpers.tables import regrouped
 from tests.helpers.tiny import make_target
 
@@ -310,3 +314,30 @@ def test_a_pin_names_the_version_that_its_rows_are_of(cfg, monkeypatch):
     pin = runs.live_pin(cfg)
     assert pin.versions["selection"] == version
     assert set(pin.rows["sample_id"].to_pylist()) <= set(before)
+
+
+def test_a_lost_shard_is_one_message(cfg, target, capsys):
+    add(cfg, [row(cfg, 1)])
+    [lost] = cfg.table("traffic").shards()
+    cfg.place("traffic").delete([lost])
+    settings = [f"work={cfg.work}", f"scratch={cfg.scratch}", f"target.path={target}"]
+    assert cli.main(["select", *settings]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {cfg.work}: a query over the tables failed (")
+    assert lost in error
+    assert error.count("\n") == 1
+
+
+def test_a_refused_shard_is_one_message(s3, tmp_path, target, monkeypatch, capsys):
+    with faulty(s3) as proxy:
+        for name, value in proxy.env.items():
+            monkeypatch.setenv(name, value)
+        settings = [f"work={proxy.url()}", f"scratch={tmp_path}", f"target.path={target}"]
+        cfg = load(None, [*settings, "drafter.num_taps=3"])
+        add(cfg, [row(cfg, 1)])
+        proxy.fail("denied", methods=("GET", "HEAD"), under=".parquet")
+        assert cli.main(["select", *settings]) == 2
+        error = capsys.readouterr().err
+        assert "the store refuses access: check the permissions" in error
+        with pytest.raises(PermissionError, match="the store refuses access"):
+            count_samples(cfg, target_id(target), Digests(cfg.place()))

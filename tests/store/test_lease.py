@@ -1,5 +1,6 @@
 """store.lease: one holder, whoever asks, and none that comes back."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from store.lease import Lost, lease, take
@@ -16,6 +18,7 @@ HOLD = """
 import sys, time
 from store.lease import take
 from store.place import place_of
+open("/proc/self/comm", "w").write(") S 1 (")  # the name of a process may hold anything
 take(place_of(sys.argv[1]) / "some", seconds=float(sys.argv[2]))
 print("held", flush=True)
 time.sleep(60)
@@ -88,6 +91,33 @@ def test_a_dead_holder_of_this_machine_frees_it_at_once(place):
     process.wait()
     assert take(place, wait=0.0).number == 2
     process.stdout.close()
+
+
+def test_a_living_holder_keeps_it_when_the_clock_is_set(place, monkeypatch):
+    """Then the time at which the machine started moves in /proc/stat, and psutil adds it."""
+    real = psutil._pslinux.boot_time  # pyright: ignore[reportAttributeAccessIssue]
+    with lease(place):
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: real() + 1)
+        with pytest.raises(ValueError, match="is held by"):
+            take(place, wait=0.0)
+
+
+def test_another_process_with_the_number_of_a_dead_holder_does_not_hold_it(place):
+    take(place)
+    held = json.loads(place.read("00000001.json") or b"")
+    held["process"][3] -= 1  # it started a tick before this one
+    place.write("00000001.json", json.dumps(held).encode())
+    assert take(place, wait=0.0).number == 2
+
+
+def test_a_holder_of_an_earlier_release_is_not_taken_for_dead(place):
+    take(place)
+    held = json.loads(place.read("00000001.json") or b"")
+    boot, _, process, _ = held["process"]
+    held["process"] = [boot, os.stat("/proc/self/ns/pid").st_ino, process, time.time()]
+    place.write("00000001.json", json.dumps(held).encode())
+    with pytest.raises(ValueError, match="is held by"):
+        take(place, wait=0.0)
 
 
 def test_a_damaged_lease_counts_as_ended(place):

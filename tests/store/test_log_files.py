@@ -12,7 +12,7 @@ import pytest
 
 from store import log_files
 from store.digests import Digests, digest_log
-from store.log_files import find_logs, open_log, other_kind, stamp
+from store.log_files import find_logs, on_disk, open_log, other_kind, stamp
 from store.log_formats import Reject, Rules, parse_log
 from store.place import Place, place_of
 
@@ -218,3 +218,18 @@ def test_logs_of_a_bucket_are_found_by_the_same_rules(s3_env):
     put(place_of(url), ["empty/README.md"])
     with pytest.raises(ValueError, match=r"no \*\.jsonl file in s3://"):
         find_logs([f"{url}/empty"])
+
+
+def test_copies_of_killed_readers_are_removed_after_a_day(bucket, tmp_path):
+    place_of(bucket).write("a.jsonl", b"{}")
+    copies = tmp_path / "scratch" / "logs_read"
+    for name in ("flywheel-old", "flywheel-new", "mine"):
+        (copies / name).mkdir(parents=True)
+        (copies / name / "a.jsonl").write_text("x")
+    for name in ("flywheel-old", "mine"):
+        os.utime(copies / name, (1, 1))
+    with on_disk(f"{bucket}/a.jsonl", copies) as path:
+        assert path.read_text() == "{}"
+        assert path.parent.parent == copies
+        assert len(list(copies.iterdir())) == 3
+    assert {path.name for path in copies.iterdir()} == {"flywheel-new", "mine"}

@@ -114,3 +114,22 @@ def test_an_error_of_the_table_library_names_its_cause():
     assert first_line(OSError(text)) == "Kernel error -> Generic S3 error: Connection refused"
     assert first_line(OSError("one\ntwo")) == "one"
     assert first_line(OSError()) == "OSError"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://", "names no bucket: write s3://BUCKET/FOLDER"),
+        ("s3:///run", "names no bucket"),
+        ("s3:/bucket/run", "write s3://bucket/run for a place in a bucket, ./s3:/bucket/run for"),
+        ("http://bucket/run", "begins with s3://, gs://, az://"),
+    ],
+)
+def test_a_url_of_no_bucket_is_no_local_folder(url, message):
+    with pytest.raises(ValueError, match=message):
+        place_of(url)
+
+
+def test_a_local_folder_may_have_a_colon(tmp_path):
+    for name in ("s3:", "s3:x", "a:/b"):
+        assert place_of(f"{tmp_path}/{name}").path == tmp_path / name

@@ -1,9 +1,12 @@
 import json
+import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
 from jobs.base import cli
 from jobs.base.config import load
@@ -86,7 +89,42 @@ def test_error_in_a_ray_task_is_shown_without_its_remote_traceback(stage, capsys
     assert capsys.readouterr().err == "error: bad thing: do this\n"
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a bug"), ModuleNotFoundError("no", name="jobz")])
+def test_a_ray_worker_that_dies_is_one_line(stage, capsys):
+    for error, said in (
+        (WorkerCrashedError(), "The worker died unexpectedly while executing this task."),
+        (ActorDiedError(), "The actor died unexpectedly before finishing this task."),
+        (
+            OutOfMemoryError("Task was killed due to the node running low on memory.\nMore"),
+            "low on",
+        ),
+        (of_a_task(WorkerCrashedError()), "The worker died unexpectedly"),
+    ):
+        stage(fail(error))
+        assert cli.main(["train"]) == 2
+        message = capsys.readouterr().err
+        assert said in message
+        assert "run the same command again" in message
+        assert message.count("\n") == 1
+
+
+def of_a_task(error: Exception) -> Exception:
+    """As `ray.get` raises what a task has raised."""
+    return RayTaskError("task", "remote traceback", error).as_instanceof_cause()
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["train", "train.step=1"], ["gc", "work=x"]])
+def test_what_does_not_need_ray_does_not_import_it(arguments, tmp_path):
+    code = (
+        f"import sys, jobs.base.cli as cli; cli.main({arguments}); assert 'ray' not in sys.modules"
+    )
+    here = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=here)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("a bug"), ModuleNotFoundError("no", name="jobz"), of_a_task(RuntimeError("bug"))],
+)
 def test_bugs_keep_their_traceback(stage, error):
     stage(fail(error))
     with pytest.raises(type(error)):
