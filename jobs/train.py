@@ -95,7 +95,7 @@ def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig, base: str) -> dict
     data, val = training_set(cfg, pin, shape.num_drafts), val_rows(cfg, pin)
     check_val(cfg, val)
     check_lora(cfg, shape)
-    with only_one(cfg, name):
+    with only_one(cfg, name) as held:
         write_pin(cfg, chosen, shape)
         forget_result(cfg, name)
         tracker = Tracker.start(cfg, name, inputs=_inputs(cfg, pin))
@@ -105,11 +105,12 @@ def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig, base: str) -> dict
         try:
             with cluster(cfg):
                 # A worker on another node fetches the base for itself.
-                result = fit(cfg.override("train", base=base), name, shape, tracker.run_id)
+                result = fit(cfg.override("train", base=base), name, shape, tracker.run_id, held)
         except BaseException:  # including Ctrl-C; the same command sets the run to RUNNING again
             with suppress(MlflowFault):
                 tracker.end("FAILED")
             raise
+        held.check()
         _draw(tracker, val)
         tracker.end()
     return {"samples": len(data.samples), **result}

@@ -111,6 +111,16 @@ def take(place: Place, wait: float = WAIT, seconds: float = SECONDS) -> Lease:
         time.sleep(min(0.2, max(0.01, wait / 20)))
 
 
+def check_latest(place: Place, number: int) -> None:
+    """Raise Lost if lease `number` has a successor: for helpers of its holder, on whatever host."""
+    latest, held = _latest(place)
+    if latest > number:
+        raise Lost(
+            f"{place}: lease {number} ended, and {held.get('who', 'another process')} has taken "
+            "over: nothing more was committed, run the same command again"
+        )
+
+
 def held_leases(places: Place) -> list[str]:
     """Leases below a place that somebody holds now, each with its holder, by name."""
     found = ((name, _latest(places / name)[1]) for name in places.folders())

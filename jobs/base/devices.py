@@ -1,5 +1,8 @@
 """Where and in which dtype this process and the engine compute, and what fits there."""
 
+import resource
+import sys
+
 import torch
 
 from dflash.target_model import resolve_dtype
@@ -54,3 +57,11 @@ def require_fit(cfg: Config, stage: str) -> None:
             f"{stage} runs the target in this process, to compare it with what was served: {why}; "
             "stop other programs, or set target.device=cpu or target.dtype=bfloat16"
         )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak memory of this process in bytes: allocated on the GPU if it uses one, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

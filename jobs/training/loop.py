@@ -5,11 +5,11 @@ can be resumed with another number of workers. Each rank computes sums. They are
 and micro-batches, and divided once by the weight of the whole step.
 """
 
-import resource
 import shutil
-import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from dflash.training_step import (
 )
 from dflash.vocabulary import frequent_tokens, set_vocabulary
 from jobs.base.config import Config
+from jobs.base.devices import peak_memory
 from jobs.base.drafter_folders import MARK, with_local_base
 from jobs.base.drafter_shape import export_dtype
 from jobs.base.target_facts import target_config
@@ -69,6 +70,7 @@ from jobs.training.states import (
     write_result,
 )
 from jobs.training.validation import Choice, as_exported, replay_val
+from store.lease import Lost, check_latest
 
 
 def worker(config: dict[str, Any]) -> None:
@@ -79,12 +81,15 @@ def worker(config: dict[str, Any]) -> None:
         ray.train.report({})
         return
     try:
-        loop = Loop(cfg, name, config["shape"], Tracker.join(cfg, config["mlflow_run"]))
+        tracker = Tracker.join(cfg, config["mlflow_run"])
+        loop = Loop(cfg, name, config["shape"], tracker, partial(check_latest, *config["lease"]))
         result: dict[str, Any] = _run(loop)
     except NonFiniteLoss as error:  # every rank raises it, and every retry would
         result = {"error": str(error)}
         if rank == 0:
             write_result(cfg, name, result)
+    except Lost:  # the run is somebody else's now, and so is its result
+        raise
     except ValueError as error:  # from data, features or a state; maybe on this rank only
         result = {"stopped": str(error)}
         write_result(cfg, name, result)
@@ -103,6 +108,7 @@ def _run(loop: "Loop") -> dict[str, Any]:
         loop.train()
     result = loop.metrics()
     if loop.rank == 0:
+        loop.check()
         # Before the export: a drafter folder marks the end.
         write_result(loop.cfg, loop.name, result)
         loop.export()
@@ -110,9 +116,20 @@ def _run(loop: "Loop") -> dict[str, Any]:
 
 
 class Loop:
-    """A rank's training state and its steps."""
+    """A rank's training state and its steps.
 
-    def __init__(self, cfg: Config, name: str, shape: DrafterConfig, tracker: Tracker):
+    check: is called before anything is committed, and raises if another command has taken over.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        name: str,
+        shape: DrafterConfig,
+        tracker: Tracker,
+        check: Callable[[], None],
+    ):
+        self.check = check
         self.cfg, self.train_cfg, self.tracker = cfg, cfg.train, tracker
         self.name, self.progress = name, progress_file(cfg, name)
         context = ray.train.get_context()
@@ -301,6 +318,7 @@ class Loop:
             state["averaged"] = whole_state(self.averaged, [])
         self._log({})  # before the state: a resumed run would never log these steps
         if self.rank == 0:
+            self.check()
             commit_state(self.cfg, self.name, self.step, state)
 
     def load(self, state: dict[str, Any]) -> None:
@@ -325,6 +343,7 @@ class Loop:
         best = drafter_of(self.drafter.cfg, self.best_weights)
         save_drafter(best, partial, self.stored)
         load_drafter(partial)  # a drafter that cannot be read back never gets its final name
+        self.check()
         if place.is_local:
             partial.rename(place.path)
         else:
@@ -377,11 +396,3 @@ def start_drafter(cfg: Config, shape: DrafterConfig) -> Drafter:
     if not train.lora_rank:
         return base
     return add_lora(base, train.lora_rank, train.lora_targets, train.seed)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak memory of this process in bytes: allocated on the GPU if it uses one, else resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -13,13 +13,16 @@ from jobs.base.config import Config
 from jobs.training.loop import progress_file, worker
 from jobs.training.progress import follow
 from jobs.training.states import has_ended, read_result
+from store.lease import Lease
 
 RETRIES = 2
 
 
-def fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[str, Any]:
-    """Run the workers to the end; returns their result. Raises ValueError with the reason if they
-    stopped early.
+def fit(
+    cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str, held: Lease
+) -> dict[str, Any]:
+    """Run the workers to the end, as long as nobody takes the lease `held` over; returns their
+    result. Raises ValueError with the reason if they stopped early.
     """
     if not cfg.ray.address:
         # A local machine is not preempted, and importing the watcher takes seconds.
@@ -28,7 +31,13 @@ def fit(cfg: Config, name: str, shape: DrafterConfig, mlflow_run: str) -> dict[s
         os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.3")
     trainer = TorchTrainer(
         worker,
-        train_loop_config={"cfg": cfg, "name": name, "shape": shape, "mlflow_run": mlflow_run},
+        train_loop_config={
+            "cfg": cfg,
+            "name": name,
+            "shape": shape,
+            "mlflow_run": mlflow_run,
+            "lease": (held.place, held.number),
+        },
         scaling_config=scaling(cfg),
         run_config=RunConfig(
             name=name,

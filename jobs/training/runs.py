@@ -40,7 +40,7 @@ from jobs.training.mapped import not_in_traffic
 from jobs.training.states import find_states, is_unfinished, products
 from store.feature_index import check_all_harvested
 from store.ids import short_hash
-from store.lease import lease
+from store.lease import Lease, lease
 
 DECIDING = ("sample_id", "split", "domain", "temperature", "loss_mask")
 """Columns of a pin that decide what a run learns."""
@@ -238,13 +238,13 @@ def missing(cfg: Config, pin: Pin) -> str:
 
 
 @contextmanager
-def only_one(cfg: Config, name: str) -> Iterator[None]:
+def only_one(cfg: Config, name: str) -> Iterator[Lease]:
     """Be the only command, on any host, that trains this run: two would write the same states and
     metrics. Raises ValueError if another one trains it.
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(lease(cfg.place("leases", f"train-{name}"), wait=0.0))
+            held = stack.enter_context(lease(cfg.place("leases", f"train-{name}"), wait=0.0))
         except ValueError as error:
             raise ValueError(f"run {name} is being trained by another command: {error}") from error
-        yield
+        yield held

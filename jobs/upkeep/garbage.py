@@ -75,7 +75,7 @@ def heaps(cfg: Config, kept: Mapping[str, set[int]]) -> Iterator[Heap]:
 
 def scratch_heaps(cfg: Config) -> Iterator[Heap]:
     """Copies in the scratch folder that are made anew where they are missing."""
-    for name in ("training_data", "fetched"):
+    for name in ("training_data", "fetched", "logs_read"):
         place = Place(str(cfg.path(name)))
         yield Heap(place, partial(_old_copies, place, cfg.gc.days))
 

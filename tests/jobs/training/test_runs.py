@@ -22,7 +22,7 @@ from dflash.training_step import generator, rank_picks, step_batch, step_indices
 from jobs import harvest, ingest, select, train
 from jobs.base.target_facts import target_config, target_taps
 from jobs.dataset.samples import features_place
-from jobs.training import plan, runs
+from jobs.training import loop, plan, runs, states
 from jobs.training.feed import (
     LazySamples,
     training_features,
@@ -268,6 +268,25 @@ def test_two_trainings_of_one_run_at_once(fresh):
         process.kill()
     with runs.only_one(cfg, name):
         pass
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_run_that_another_host_took_over_writes_nothing_more(fresh, monkeypatch):
+    """As after its driver was suspended for longer than its lease."""
+    cfg = configure(fresh, *QUICK, "train.seed=8")
+    name = runs.choose_run(cfg, plan.run_shape(cfg)).name
+    real = loop.commit_state
+
+    def taken_over(cfg, name, step, state):
+        assert cfg.place("leases", f"train-{name}").create("00000002.json", b"{}")
+        return real(cfg, name, step, state)
+
+    monkeypatch.setattr(loop, "commit_state", taken_over)
+    with pytest.raises(ValueError, match="has taken over: nothing more was committed"):
+        train.run(cfg)
+    assert len(list(states_folder(cfg, name).glob("step-*.pt"))) == 1
+    assert not cfg.place("drafters", name).has("config.json")
+    assert states.read_result(cfg, name) == {}
 
 
 @pytest.mark.long
