@@ -65,11 +65,18 @@ class Stage:
         assert running or process.exitcode == 0, f"{self.name} failed, see above"
         return running
 
-    def disturbed(self, times: int, seconds: float, luck: random.Random) -> int:
-        """Kill it so many times, then let it end; returns how many kills hit it running."""
-        hits = sum(self.killed(luck.uniform(0.0, seconds)) for _ in range(times))
+    def disturbed(self, times: int, seconds: float, luck: random.Random) -> None:
+        """Kill it so many times while it runs, then let it end."""
+        hits = 0
+        for _ in range(5 * times):
+            if self.killed(luck.uniform(0.0, seconds)):
+                hits += 1
+            else:
+                seconds *= 0.7  # it runs faster than when it was timed
+            if hits == times:
+                break
+        assert hits == times
         self.run()
-        return hits
 
 
 def rows(cfg: Config, name: str) -> list[str]:
@@ -101,11 +108,10 @@ def test_select_and_harvest_killed_and_run_again(s3_env, harvested, tmp_path):
         return cfg
 
     calm, stormy = on(s3_env.url(), "calm"), on(s3_env.url(), "stormy")
-    luck, hits = random.Random(14), 0
+    luck = random.Random(14)
     for name, times in (("select", 6), ("harvest", 12)):
         seconds = Stage(name, calm, s3_env.env).run()
-        hits += Stage(name, stormy, s3_env.env).disturbed(times, seconds, luck)
-    assert hits >= 9, "most kills hit a running stage"
+        Stage(name, stormy, s3_env.env).disturbed(times, seconds, luck)
     for table in ("traffic", "selection", "set_aside", "feature_index"):
         assert rows(calm, table) == rows(stormy, table), table
     assert len(features(calm)) > 30
@@ -116,7 +122,7 @@ def test_select_and_harvest_killed_and_run_again(s3_env, harvested, tmp_path):
 @pytest.mark.timeout(600)
 def test_promote_killed_and_run_again(s3_env, empty_database, tmp_path):
     """Two promotions, one after the other: each is recorded once, and the aliases follow."""
-    luck, hits, seconds = random.Random(15), 0, 0.0
+    luck, seconds = random.Random(15), 0.0
     for name in ("calm", "stormy"):
         scratch = tmp_path / name
         settings = [f"scratch={scratch}", f"target.path={scratch / 'target'}"]
@@ -130,7 +136,6 @@ def test_promote_killed_and_run_again(s3_env, empty_database, tmp_path):
             if name == "calm":
                 seconds = max(seconds, stage.run())
             else:
-                hits += stage.disturbed(5, seconds, luck)
+                stage.disturbed(5, seconds, luck)
         assert actions(cfg) == [("promote", None, "1"), ("promote", "1", "2")], name
         assert aliases(cfg) == {"champion": "2", "previous": "1"}, name
-    assert hits >= 5, "most kills hit a running stage"
