@@ -92,20 +92,17 @@ def write_shard(place: Place, rows: pa.Table, metadata: dict[str, str] | None = 
     return Shard(name, data.size, rows.num_rows, *_extremes(rows), nulls)
 
 
-def file_may_have(place: Place, name: str, column: str, values: Collection[str]) -> bool:
-    """Whether a file that no commit describes may have a row with one of these texts in a column:
-    as its footer says. False if it is gone or is no whole Parquet file.
+def file_has(place: Place, name: str, column: str, values: Collection[str]) -> bool:
+    """Whether a file that no commit describes has a row with one of these texts in a column. False
+    if it cannot be read.
+
+    Bounds are not enough: a compaction at work has written a file that spans many values.
     """
+    found = pc.field(column).isin([*values])
     try:
-        footer = pq.read_metadata(place.open(name))
-    except (OSError, pa.ArrowInvalid):
+        return pq.read_table(place.open(name), columns=[column], filters=found).num_rows > 0
+    except (OSError, ValueError):
         return False
-    at = [footer.schema.column(i).path for i in range(footer.num_columns)].index(column)
-    known = [footer.row_group(i).column(at).statistics for i in range(footer.num_row_groups)]
-    return any(
-        one is None or not one.has_min_max or any(one.min <= value <= one.max for value in values)
-        for one in known
-    )
 
 
 def _extremes(rows: pa.Table) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,7 +16,7 @@ from store.lease import Lease
 from store.log_states import LogState, States, to_rows
 from store.log_to_traffic import READING
 from store.place import Place
-from store.table_shards import Shard, file_may_have
+from store.table_shards import Shard, file_has
 from store.tables import Table
 
 TRASH = "replaced"
@@ -121,16 +121,14 @@ class Publisher:
 
 
 def _former(table: Table, keys: Sequence[str]) -> list[str]:
-    """Files of the folder that are not live, and may have rows of these logs: shards of versions
+    """Files of the folder that are not live, and have rows of these logs: shards of versions
     from before a compaction, say.
     """
     if not keys:
         return []
     live = table.shards()
     names = [found.name for found in table.place.objects() if "/" not in found.name]
-    return [
-        name for name in names if name not in live and file_may_have(table.place, name, "log", keys)
-    ]
+    return [name for name in names if name not in live and file_has(table.place, name, "log", keys)]
 
 
 def _stale(reads: Sequence[Read]) -> list[LogState]:
