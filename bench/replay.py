@@ -22,8 +22,8 @@ from jobs.base.config import load
 from jobs.base.target_facts import end_tokens
 from jobs.dataset.samples import load_requests
 from jobs.evaluation.drafters import find_drafter
-from jobs.fleet.replica import server
-from jobs.fleet.server_pool import serving
+from jobs.servers.replica import server
+from jobs.servers.server_pool import serving
 from jobs.proof.greedy_requests import as_request
 from serving.client import complete
 

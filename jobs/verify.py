@@ -25,7 +25,7 @@ from jobs.base.devices import require_fit
 from jobs.dataset.acceptance_rows import commit_served, stored_walks
 from jobs.dataset.samples import load_rows
 from jobs.dataset.slices import Row, Walks, pick, taus_by_slice
-from jobs.fleet.server_pool import MOST, Servers, require
+from jobs.servers.server_pool import MOST, Servers, require
 from jobs.proof.greedy_requests import servable
 from jobs.proof.kept_results import verify_result
 from jobs.proof.measurements import measure

@@ -33,6 +33,13 @@ def now() -> Loaded:
     return _current
 
 
+def began(version: str, sha256: str) -> Loaded:
+    """Say what the server has loaded at its start."""
+    global _current
+    _current = replace(_current, version=version, sha256=sha256)
+    return _current
+
+
 def swapped(version: str, sha256: str) -> Loaded:
     """Say that this drafter is loaded from now on, or none (two empty texts)."""
     global _current

@@ -1,6 +1,7 @@
 """Checks before a server starts, each with one clear message; and what a server's log says."""
 
 import errno
+import os
 import re
 import socket
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ PHASES = {
     "KV cache size": "warming up",
     "Starting vLLM server": "opening the port",
 }
+SHORTEST_TOKEN = 16
 _PREFIX = re.compile(r"^(\(\w[^)]*pid=\d+\)\s*)?([A-Z]+ [\d-]+ [\d:.]+ \[[^]]*\]\s*)?")
 _ERROR = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit)|\S+: error): .+")
 # These lines only report that a child failed; the child's own error stands above them.
@@ -87,6 +89,25 @@ def free_port(host: str, port: int) -> int:
                 ) from error
             raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         return probe.getsockname()[1]
+
+
+def read_token(file: str | os.PathLike[str]) -> bytes:
+    """The token in a file, without white space around it.
+
+    Raises ValueError if no file is named, it cannot be read, or the token is too short to be safe.
+    """
+    if not os.fspath(file):
+        raise ValueError("FLYWHEEL_TOKEN_FILE is not set: name a file with a secret token")
+    try:
+        token = Path(file).read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"token file {file}: {error.strerror}") from error
+    if len(token) < SHORTEST_TOKEN:
+        raise ValueError(
+            f"the token in {file} has fewer than {SHORTEST_TOKEN} characters: "
+            f"`openssl rand -hex 32 > {file}` makes a good one"
+        )
+    return token
 
 
 def phase(lines: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from typing import Self
 from tqdm import tqdm
 
 from dflash.identity import model_files
-from serving.start_checks import check_drafter, free_port, last_error, phase
+from serving.start_checks import check_drafter, free_port, last_error, phase, read_token
 
 SERVED_NAME = "target"
 STOP_SECONDS = 15.0
@@ -46,6 +47,8 @@ class Server:
     capture: Path | str | None = None  # folder for captured traffic; None: off
     target_id: str | None = None  # copied into captured records
     drafter_version: str | None = None  # copied into captured records
+    token_file: Path | str | None = None  # of serving.replica; None: no endpoint to change drafters
+    replica: str | None = None  # name in rows and metrics; None: host and port
     drafts: Path | str | None = None  # file for all drafted tokens (serving.drafts); None: off
     log: Path | str = "serve.log"  # what vLLM prints
     args: tuple[str, ...] = ()  # further arguments for vLLM
@@ -82,6 +85,8 @@ class Server:
         self.port = free_port(self.host, self.port)
         self.log = Path(self.log).absolute()
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.token_file is not None:
+            read_token(self.token_file)
         if self.drafts is not None:
             if not vllm_runs_on_cpu():
                 raise ValueError("drafts are recorded by our CPU worker only: leave `drafts` unset")
@@ -122,6 +127,10 @@ class Server:
         except (urllib.error.URLError, OSError):
             return False
 
+    def is_running(self) -> bool:
+        """Whether the process lives; it may still be starting, or hang (`is_up`)."""
+        return self._process is not None and self._process.poll() is None
+
     def wait(self) -> int:
         """Block until vLLM ends by itself; returns its exit code."""
         assert self._process is not None, "start() comes first"
@@ -161,6 +170,9 @@ class Server:
         args += ["--enable-per-request-metrics"]
         if self.capture is not None:
             args += ["--middleware", "serving.capture.Capture"]
+        if self.token_file is not None:
+            args += ["--middleware", "serving.replica.Replica"]
+            args += ["--worker-extension-cls", "serving.swap.DrafterSwap"]
         if vllm_runs_on_cpu():
             args += ["--worker-cls", "serving.worker.CheckedCPUWorker"]
             args += ["--distributed-executor-backend", "uni"]
@@ -190,6 +202,11 @@ class Server:
             values["FLYWHEEL_CAPTURE_DIR"] = str(Path(self.capture).absolute())
             values["FLYWHEEL_CAPTURE_TARGET_ID"] = self.target_id or ""
             values["FLYWHEEL_CAPTURE_DRAFTER"] = self.drafter_version or ""
+        if self.token_file is not None:
+            values["FLYWHEEL_TOKEN_FILE"] = str(Path(self.token_file).absolute())
+            values["FLYWHEEL_REPLICA"] = self.replica or f"{socket.gethostname()}:{self.port}"
+            values["FLYWHEEL_DRAFTER_VERSION"] = self.drafter_version or ""
+            values["FLYWHEEL_TARGET_ID"] = self.target_id or ""
         if self.drafts is not None:
             values["FLYWHEEL_DRAFTS"] = str(Path(self.drafts).absolute())
         return values

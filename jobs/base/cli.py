@@ -36,6 +36,7 @@ STAGES = {
     "promote": ("jobs.promote", "make an evaluated drafter the champion, if the gate passes"),
     "rollback": ("jobs.rollback", "make the previous champion the champion again"),
     "serve": ("jobs.serve", "run vLLM with the target and a drafter"),
+    "fleet": ("jobs.fleet", "replicas of vLLM behind one endpoint, until Ctrl-C"),
     "verify": ("jobs.verify", "serve the champion: served beside replayed tau, text, speed"),
     "methods": ("jobs.methods", "other ways to draft on the same traffic: tau, speed, latency"),
     "report": ("jobs.report", "one HTML page about what was measured"),
@@ -45,6 +46,7 @@ STAGES = {
     "migrate": ("jobs.migrate", "bring a work folder of an earlier release to today's layout"),
     "doctor": ("jobs.doctor", "check this machine and say what to do"),
     "demo": ("pipelines.demo", "turn the whole loop once"),
+    "demo-fleet": ("pipelines.demo_fleet", "go on from the demo: a fleet, two roll-outs"),
     "config": ("", "print every setting with its value and meaning, as YAML"),
 }
 # The first word without "=" sets this setting: `flywheel sql tau_by_domain_and_version`.
@@ -183,7 +185,7 @@ def _stage(name: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    stages = "\n".join(f"  {name:9} {help}" for name, (_, help) in STAGES.items())
+    stages = "\n".join(f"  {name:10} {help}" for name, (_, help) in STAGES.items())
     parser = _Parser(
         prog="flywheel",
         description="Turns the traffic of a vLLM fleet into a better DFlash drafter for it.",

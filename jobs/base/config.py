@@ -16,7 +16,7 @@ from jobs.base.profiles import PROFILES, profile_of
 from jobs.base.sections.data import Cache, Demo, Gc, Harvest, Ingest, Select
 from jobs.base.sections.environment import Mlflow, Ray, Target
 from jobs.base.sections.judging import Evaluate, Preflight, Promote, Rollback, Sql
-from jobs.base.sections.serving import Methods, Serve, Verify
+from jobs.base.sections.serving import Fleet, Methods, Serve, Verify
 from jobs.base.sections.training import Convert, Drafter, Train
 from jobs.base.settings import (
     build,
@@ -65,6 +65,7 @@ class Config:
     promote: Promote = field(default_factory=Promote)
     rollback: Rollback = field(default_factory=Rollback)
     serve: Serve = field(default_factory=Serve)
+    fleet: Fleet = field(default_factory=Fleet)
     demo: Demo = field(default_factory=Demo)
     verify: Verify = field(default_factory=Verify)
     methods: Methods = field(default_factory=Methods)

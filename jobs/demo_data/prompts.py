@@ -1,7 +1,8 @@
-"""Simulated clients of the demo: seeded prompts of two domains, made from templates.
+"""Simulated clients of the demo: seeded prompts of three domains, made from templates.
 
 `tickets` is narrow (support tickets to JSON: the kind of traffic a domain drafter is made for);
-`general` is broad (many small tasks). The answers are always the target's own.
+`general` is broad (many small tasks). `orders` is narrow too, and only `flywheel demo-fleet` sends
+it: traffic that the first drafter has never seen. The answers are always the target's own.
 """
 
 import random
@@ -58,6 +59,27 @@ TICKETS = [
     "Order {order} from {city}: the {product} has {problem} since {day}. Send {request}. {name}.",
 ]
 
+ORDER_SYSTEM = "Turn the message into a purchase order."
+ORDER_EXAMPLE = (
+    "Nordlicht GmbH in Graz needs 40 boxes of paper and 5 staplers by noon. Ask for Eva Lang."
+)
+ORDER_ANSWER = """company: Nordlicht GmbH
+city: Graz
+items:
+- paper, 40 boxes
+- staplers, 5 pieces
+delivery: before noon
+contact: Eva Lang
+note: Please confirm the delivery of paper and staplers to Graz to Eva Lang before noon."""
+COMPANIES = ["Acme", "Baltic Foods", "City Works", "Delta Labs", "Eastern Rail", "Fine Prints"]
+GOODS = ["envelopes", "folders", "pencils", "markers", "chairs", "lamps", "cables", "batteries"]
+ORDERS = [
+    "{company} in {city} needs {a} boxes of {first} and {b} boxes of {second} by {day}. "
+    "Ask for {name}.",
+    "{name} of {company}: send {a} boxes of {first} and {b} boxes of {second} to {city} by {day}.",
+    "By {day} {company} wants {a} boxes of {first} and {b} boxes of {second} in {city}. {name}.",
+]
+
 TOPICS = [
     "the moon",
     "bicycles",
@@ -100,7 +122,7 @@ def prompts(domain: str, count: int, seed: int) -> list[Prompt]:
 
     Raises ValueError for an unknown domain or when the templates cannot give that many.
     """
-    makers = {"tickets": _ticket, "general": _general}
+    makers = {"tickets": _ticket, "general": _general, "orders": _order}
     if domain not in makers:
         raise ValueError(f"unknown demo domain {domain!r}: use one of {sorted(makers)}")
     rng = random.Random(f"{domain}/{seed}")
@@ -140,3 +162,23 @@ def _general(rng: random.Random) -> list[dict[str, str]]:
         topic=rng.choice(TOPICS), person=rng.choice(PEOPLE)
     )
     return [{"role": "user", "content": question}]
+
+
+def _order(rng: random.Random) -> list[dict[str, str]]:
+    first, second = rng.sample(GOODS, 2)
+    order = rng.choice(ORDERS).format(
+        name=f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}",
+        company=rng.choice(COMPANIES),
+        city=rng.choice(CITIES),
+        day=rng.choice(DAYS),
+        a=rng.randint(2, 60),
+        b=rng.randint(2, 60),
+        first=first,
+        second=second,
+    )
+    return [
+        {"role": "system", "content": ORDER_SYSTEM},
+        {"role": "user", "content": ORDER_EXAMPLE},
+        {"role": "assistant", "content": ORDER_ANSWER},
+        {"role": "user", "content": order},
+    ]

@@ -57,7 +57,7 @@ def memory(cfg: Config) -> Iterator[Check]:
     if not has_vllm or not any(cfg.target_path.glob("*.safetensors")):
         yield space("memory", free_bytes(), 4, 12, f"verify runs three servers: {fix}")
         return
-    from jobs.fleet.server_pool import MOST, at_once, room
+    from jobs.servers.server_pool import MOST, at_once, room
 
     found = room(cfg, None)
     status = "fail" if not found.servers else "ok" if found.servers >= MOST else "warn"

@@ -10,7 +10,7 @@ from jobs.base.config import Config
 from jobs.base.drafter_folders import local_folder, newest_drafter
 from jobs.base.target_facts import target_config
 from jobs.dataset.slices import Row
-from jobs.fleet.replica import verified_k
+from jobs.servers.replica import verified_k
 from jobs.registry.versions import resolve
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")

@@ -12,8 +12,8 @@ from jobs.base.config import Config
 from jobs.base.console import console, short_name
 from jobs.base.devices import served_dtype
 from jobs.dataset.slices import Row, domains
-from jobs.fleet.replica import server
-from jobs.fleet.server_pool import require, serving
+from jobs.servers.replica import server
+from jobs.servers.server_pool import require, serving
 from jobs.proof.draft_methods import Method
 from jobs.proof.greedy_requests import as_request
 from jobs.proof.measurements import READ

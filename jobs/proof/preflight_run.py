@@ -23,8 +23,8 @@ from jobs.base.config import Config
 from jobs.base.devices import compute_device, compute_dtype, require_fit
 from jobs.base.target_facts import target_config
 from jobs.dataset.samples import rows_with_rounds, with_features
-from jobs.fleet.replica import server
-from jobs.fleet.server_pool import require
+from jobs.servers.replica import server
+from jobs.servers.server_pool import require
 from jobs.proof.engine_checks import (
     Ours,
     Row,

@@ -145,3 +145,7 @@ class Demo:
     max_tokens: int = setting(64, "longest answer", minimum=8)
     concurrency: int = setting(32, "clients at the same time", minimum=1)
     seed: int = setting(0, "seed of the prompts", minimum=0)
+    orders: int = setting(
+        100, "prompts of the new domain that `flywheel demo-fleet` sends", minimum=8
+    )
+    more_steps: int = setting(80, "training steps of its second drafter", minimum=1)

@@ -22,11 +22,27 @@ class Serve:
     kv_cache_gib: int = setting(2, "KV cache on a CPU, GiB", minimum=1)
     eager: bool = setting(True, "skip torch.compile: starts minutes earlier on a CPU")
     capture: str = setting("", "folder for captured traffic; empty: off", local=True)
+    token_file: str = setting(
+        "",
+        "file with the secret that lets `flywheel rollout` change the drafter; empty: nobody can",
+        local=True,
+    )
     args: list[str] = setting([], "further arguments for vLLM's server, as they are")
 
     def __post_init__(self) -> None:
         if self.port > 65535:
             raise ValueError(f"serve.port = {self.port}: ports end at 65535; 0 takes a free one")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """Replicas of the server in section serve, behind one endpoint of Ray Serve."""
+
+    replicas: int = setting(2, "vLLM servers", minimum=1)
+    host: str = setting("127.0.0.1", "address that the endpoint listens on")
+    port: int = setting(8000, "port that the endpoint listens on", minimum=1)
+    cpus: float = setting(1.0, "CPUs that Ray reserves for each replica", minimum=0)
+    gpus: float = setting(0.0, "GPUs that Ray reserves for each replica", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 
 from jobs.base.config import load
 from jobs.fleet import server_pool
-from jobs.fleet.server_pool import Room, Servers, at_once, require, room
+from jobs.servers.server_pool import Room, Servers, at_once, require, room
 from jobs.machine import resources
 from serving.server_memory import GIB, server_bytes
 from tests.helpers.tiny import make_target

@@ -33,6 +33,7 @@ def server(cfg: Config, log: str = "serve.log") -> Server:
         kv_cache_gib=serve.kv_cache_gib,
         eager=serve.eager,
         capture=serve.capture or None,
+        token_file=serve.token_file or None,
         target_id=target_id(cfg.target_path),
         drafter_version=name,
         log=cfg.path("server_logs", log),

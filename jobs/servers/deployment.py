@@ -1,0 +1,196 @@
+"""Replicas of vLLM behind one endpoint of Ray Serve.
+
+Each Serve replica starts a server of its own (serving.vllm_server: vLLM's OpenAI application with
+all middleware, so capture, headers and metrics are as they are without Serve) and passes requests
+on. Serve balances, checks health and replaces what has died. A roll-out speaks to the servers
+themselves; an actor, the book, knows their addresses.
+"""
+
+import os
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+from ray import serve
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from jobs.base.config import Config
+from jobs.servers.replica import server
+from serving.vllm_server import Server
+
+APPLICATION = "flywheel"
+BOOK, NAMESPACE = "flywheel-fleet", "flywheel"
+DROPPED = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"host"}
+"""Headers that belong to one connection, and what httpx sets itself."""
+POLL_SECONDS = 1.0
+
+
+@ray.remote(num_cpus=0)
+class Book:
+    """Which replicas there are, and which drafter a replica has to start with."""
+
+    def __init__(self) -> None:
+        self.urls: dict[str, str] = {}
+        self.wanted = ""  # a version that replicas start with; empty: what the settings say
+        self.restarts: dict[str, str] = {}  # replica -> version that it must restart with
+
+    def here(self, name: str, url: str) -> None:
+        """A replica serves at `url`."""
+        self.urls[name] = url
+        self.restarts.pop(name, None)
+
+    def gone(self, name: str) -> None:
+        """A replica has ended."""
+        self.urls.pop(name, None)
+
+    def want(self, version: str, names: list[str]) -> None:
+        """These replicas restart with a version, and later ones start with it."""
+        self.wanted = version
+        self.restarts |= dict.fromkeys(names, version)
+
+    def read(self) -> dict[str, Any]:
+        """Everything."""
+        return {"urls": dict(self.urls), "wanted": self.wanted, "restarts": dict(self.restarts)}
+
+
+class VllmReplica:
+    """One replica: a vLLM server of its own, and requests passed on to it.
+
+    A restart with another drafter starts the new server beside the old one, lets the old one end
+    its requests, and stops it. Where two do not fit, the new one says so and the old one stays.
+    """
+
+    def __init__(self, cfg: Config, token_file: str):
+        self.cfg, self.token_file = cfg, token_file
+        self.name = serve.get_replica_context().replica_id.unique_id
+        self.book: Any = ray.get_actor(BOOK, NAMESPACE)
+        self.in_flight: dict[int, int] = {}
+        self.fault = ""
+        self.server = self._start(ray.get(self.book.read.remote())["wanted"])
+        self._say()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    async def __call__(self, request: Request) -> Response:
+        """Pass a request on, and its answer back as it comes."""
+        if request.url.path.startswith("/flywheel/"):
+            return Response("only the replicas themselves answer this", status_code=404)
+        running = self.server
+        async with _counted(self.in_flight, running.port):
+            client = httpx.AsyncClient(base_url=running.url, timeout=None)
+            headers = [(n, v) for n, v in request.headers.raw if n.lower() not in DROPPED]
+            asked = client.build_request(
+                request.method,
+                httpx.URL(path=request.url.path, query=request.url.query.encode()),
+                headers=headers,
+                content=await request.body(),
+            )
+            answer = await client.send(asked, stream=True)
+
+        async def body():
+            async with _counted(self.in_flight, running.port):
+                try:
+                    async for part in answer.aiter_raw():
+                        yield part
+                finally:
+                    await answer.aclose()
+                    await client.aclose()
+
+        found = StreamingResponse(body(), status_code=answer.status_code)
+        found.raw_headers = [(n, v) for n, v in answer.headers.raw if n.lower() not in DROPPED]
+        return found
+
+    def check_health(self) -> None:
+        """Serve calls this. Raises RuntimeError if the server has died: it replaces the replica."""
+        if not self.server.is_running():
+            raise RuntimeError(f"vLLM of replica {self.name} has died; log: {self.server.log}")
+
+    def __del__(self) -> None:
+        """Serve ends the replica."""
+        self.server.stop()
+        self.book.gone.remote(self.name)
+
+    def _start(self, version: str) -> Server:
+        drafter = version or self.cfg.serve.drafter
+        cfg = self.cfg.override("serve", port=0, drafter=drafter, capture=self._capture())
+        made = server(cfg, f"fleet-{self.name}-{int(time.time())}.log")
+        made.token_file, made.replica = self.token_file, self.name
+        made.start()
+        try:
+            made.wait_until_ready()
+        except BaseException:
+            made.stop()
+            raise
+        return made
+
+    def _capture(self) -> str:
+        """A folder of this replica's own: a log has one writer."""
+        folder = self.cfg.serve.capture
+        return str(Path(folder, self.name)) if folder else ""
+
+    def _say(self) -> None:
+        ray.get(self.book.here.remote(self.name, self.server.url))
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(POLL_SECONDS)
+            version = ray.get(self.book.read.remote())["restarts"].get(self.name)
+            if version is None:
+                continue
+            try:
+                former, self.server = self.server, self._start(version)
+            except (ValueError, OSError) as error:
+                print(f"replica {self.name} keeps its drafter: {error}")
+                self._say()
+                continue
+            self._say()
+            while self.in_flight.get(former.port):
+                time.sleep(0.1)
+            former.stop()
+
+
+class _counted:
+    """Counts what is in flight at one server, for the block."""
+
+    def __init__(self, counts: dict[int, int], port: int):
+        self.counts, self.port = counts, port
+
+    async def __aenter__(self) -> None:
+        self.counts[self.port] = self.counts.get(self.port, 0) + 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self.counts[self.port] -= 1
+
+
+def deploy(cfg: Config, token_file: str) -> Any:
+    """Start the book and the replicas; returns when all serve. Ray must be connected."""
+    fleet = cfg.fleet
+    book = Book.options(name=BOOK, namespace=NAMESPACE, get_if_exists=True).remote()
+    ray.get(book.read.remote())
+    serve.start(http_options={"host": fleet.host, "port": fleet.port})
+    deployment = serve.deployment(
+        VllmReplica,
+        name="replica",
+        num_replicas=fleet.replicas,
+        max_ongoing_requests=max(100, 4 * cfg.serve.max_num_seqs),
+        ray_actor_options={"num_cpus": fleet.cpus, "num_gpus": fleet.gpus},
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+        graceful_shutdown_wait_loop_s=1,
+        graceful_shutdown_timeout_s=60,
+    )
+    serve.run(deployment.bind(cfg, token_file), name=APPLICATION, route_prefix="/")
+    return book
+
+
+def make_token(file: Path) -> Path:
+    """A file with a random token that only this user can read; an existing one is kept."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+            stream.write(secrets.token_hex(32) + "\n")
+    return file
