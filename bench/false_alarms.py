@@ -28,12 +28,12 @@ from jobs.base.devices import dtype_name, served_dtype
 from jobs.base.packages import vllm_version
 from jobs.dataset.samples import load_rows
 from jobs.evaluation.drafters import find_drafter
-from jobs.servers.replica import server
-from jobs.servers.server_pool import serving
 from jobs.proof.engine_checks import Ours, check_drafts, check_text
 from jobs.proof.measurements import READ
 from jobs.proof.preflight_run import answer_of, prepare, traces, with_noise
 from jobs.proof.round_comparison import compare
+from jobs.servers.replica import server
+from jobs.servers.server_pool import serving
 from jobs.traffic import as_request, demo_prompts
 from serving.client import Completion, Request, complete
 from serving.drafts import read_drafts

@@ -29,11 +29,11 @@ from jobs.base.devices import dtype_name
 from jobs.base.packages import vllm_version
 from jobs.dataset.samples import load_rows
 from jobs.evaluation.drafters import find_drafter
-from jobs.servers.replica import server
-from jobs.servers.server_pool import serving
 from jobs.proof.engine_checks import Ours, check_drafts
 from jobs.proof.preflight_run import answer_of, prepare, traces, with_noise
 from jobs.proof.round_comparison import compare
+from jobs.servers.replica import server
+from jobs.servers.server_pool import serving
 from serving.client import Request, complete
 from serving.drafts import read_drafts
 

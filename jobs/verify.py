@@ -25,7 +25,6 @@ from jobs.base.devices import require_fit
 from jobs.dataset.acceptance_rows import commit_served, stored_walks
 from jobs.dataset.samples import load_rows
 from jobs.dataset.slices import Row, Walks, pick, taus_by_slice
-from jobs.servers.server_pool import MOST, Servers, require
 from jobs.proof.greedy_requests import servable
 from jobs.proof.kept_results import verify_result
 from jobs.proof.measurements import measure
@@ -35,6 +34,7 @@ from jobs.proof.verdict import chosen_k, compare_served, conclude
 from jobs.proof.verify_table import show
 from jobs.registry.versions import resolve
 from jobs.reporting.page import publish
+from jobs.servers.server_pool import MOST, Servers, require
 from store.ids import drafter_version
 from store.place import read_json, write_json
 

@@ -55,6 +55,7 @@ POSITIONAL = {
     "evaluate": "evaluate.drafter",
     "preflight": "preflight.drafter",
     "promote": "promote.drafter",
+    "fleet": "fleet.action",
 }
 # Stages with `plan(cfg)`: what `run` would do, for --plan.
 PLANNED = ("select", "train", "gc", "cache")

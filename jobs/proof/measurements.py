@@ -6,10 +6,10 @@ from dflash.agreement import tie_bound
 from jobs.base.config import Config
 from jobs.base.devices import served_dtype
 from jobs.dataset.slices import Row
-from jobs.servers.server_pool import MOST, Drafts, Servers
 from jobs.proof.choose_k import Cost, choose, measure_costs
 from jobs.proof.greedy_requests import as_request
 from jobs.proof.speed import speed_domain, speed_loads
+from jobs.servers.server_pool import MOST, Drafts, Servers
 from serving.client import Completion, Speed, compare_speeds, complete
 from serving.greedy import GreedyReport, judge, read_again
 

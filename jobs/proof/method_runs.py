@@ -12,12 +12,12 @@ from jobs.base.config import Config
 from jobs.base.console import console, short_name
 from jobs.base.devices import served_dtype
 from jobs.dataset.slices import Row, domains
-from jobs.servers.replica import server
-from jobs.servers.server_pool import require, serving
 from jobs.proof.draft_methods import Method
 from jobs.proof.greedy_requests import as_request
 from jobs.proof.measurements import READ
 from jobs.proof.speed import speed_domain, speed_loads
+from jobs.servers.replica import server
+from jobs.servers.server_pool import require, serving
 from serving.client import Completion, Request, Speed, compare_speeds, complete
 from serving.greedy import Reading, judge, read_again
 from serving.vllm_counts import DECODE_STEPS, decode_steps, pooled_by_vllm

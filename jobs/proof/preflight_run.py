@@ -23,8 +23,6 @@ from jobs.base.config import Config
 from jobs.base.devices import compute_device, compute_dtype, require_fit
 from jobs.base.target_facts import target_config
 from jobs.dataset.samples import rows_with_rounds, with_features
-from jobs.servers.replica import server
-from jobs.servers.server_pool import require
 from jobs.proof.engine_checks import (
     Ours,
     Row,
@@ -40,6 +38,8 @@ from jobs.proof.engine_checks import (
 from jobs.proof.greedy_requests import PLAIN, as_request, longest, servable
 from jobs.proof.reference_check import too_large
 from jobs.proof.template_check import ask_endings, check_template
+from jobs.servers.replica import server
+from jobs.servers.server_pool import require
 from serving.client import Completion, Request, complete, counter
 from serving.drafts import Recorded, drafted, read_drafts
 from serving.start_checks import check_drafter

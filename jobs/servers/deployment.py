@@ -36,7 +36,7 @@ class Book:
 
     def __init__(self) -> None:
         self.urls: dict[str, str] = {}
-        self.wanted = ""  # a version that replicas start with; empty: what the settings say
+        self.wanted = ""  # number of a version, or none; empty: what the settings say
         self.restarts: dict[str, str] = {}  # replica -> version that it must restart with
 
     def here(self, name: str, url: str) -> None:
@@ -115,7 +115,7 @@ class VllmReplica:
         self.book.gone.remote(self.name)
 
     def _start(self, version: str) -> Server:
-        drafter = version or self.cfg.serve.drafter
+        drafter = {"": self.cfg.serve.drafter, "none": ""}.get(version, version)
         cfg = self.cfg.override("serve", port=0, drafter=drafter, capture=self._capture())
         made = server(cfg, f"fleet-{self.name}-{int(time.time())}.log")
         made.token_file, made.replica = self.token_file, self.name

@@ -7,7 +7,7 @@ from dflash.identity import target_id
 from jobs.base.config import Config
 from jobs.base.devices import served_dtype
 from jobs.base.drafter_folders import local_folder
-from jobs.registry.versions import resolve
+from jobs.registry.versions import CHAMPION, resolve
 from serving.vllm_server import Server
 from store.place import newest_json
 
@@ -53,12 +53,13 @@ def verified_k(cfg: Config, drafter: Path) -> list[int]:
 
 def _drafter(cfg: Config) -> tuple[Path | None, str | None]:
     """(folder, version) of serve.drafter; (None, None) without one."""
-    if cfg.serve.drafter != "champion":
-        if not cfg.serve.drafter:
+    named = cfg.serve.drafter
+    if named != CHAMPION and not named.isdigit():
+        if not named:
             return None, None
-        folder = local_folder(cfg, cfg.serve.drafter)
+        folder = local_folder(cfg, named)
         return folder, folder.name
-    found = resolve(cfg, "champion")
+    found = resolve(cfg, named)
     if found is None:
         raise ValueError("there is no champion yet: `flywheel promote`, or name a drafter folder")
     version, folder = found

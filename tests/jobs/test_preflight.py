@@ -14,9 +14,9 @@ from jobs import preflight
 from jobs.base import cli
 from jobs.base.checks import Check
 from jobs.base.config import Config, load
-from jobs.fleet import server_pool
 from jobs.proof import engine_checks, kept_results, preflight_run
 from jobs.proof.template_check import Endings, check_template
+from jobs.servers import server_pool
 from tests.helpers.tiny import native_bfloat16
 from tests.helpers.work import CHAT_SETTINGS, make_chats
 

@@ -11,7 +11,7 @@ from dflash.identity import target_id
 from dflash.model import Drafter
 from jobs.base import devices
 from jobs.base.config import load
-from jobs.fleet import replica
+from jobs.servers import replica
 from tests.helpers.promotion import SHAPE
 from tests.helpers.tiny import make_target
 

@@ -10,8 +10,8 @@ from dflash.model import drafter_of
 from jobs import evaluate, verify
 from jobs.base import cli
 from jobs.base.config import load
-from jobs.fleet import server_pool
 from jobs.proof import verdict
+from jobs.servers import server_pool
 from serving.greedy import Difference
 from tests.helpers.work import CHAT_SETTINGS, make_chats
 

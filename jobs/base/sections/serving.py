@@ -1,6 +1,7 @@
 """vLLM servers: the one that serves, and those that verify and compare."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jobs.base.settings import setting
 
@@ -11,7 +12,9 @@ class Serve:
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0: a free one", minimum=0)
-    drafter: str = setting("", 'drafter folder, or "champion"; empty: no speculation')
+    drafter: str = setting(
+        "", 'drafter folder, "champion", or the number of a version; empty: no speculation'
+    )
     k: list[int] = setting(
         [],
         "draft tokens per round at batch size 1, 2, ...; the last one for all larger batches; "
@@ -38,6 +41,7 @@ class Serve:
 class Fleet:
     """Replicas of the server in section serve, behind one endpoint of Ray Serve."""
 
+    action: Literal["up", "status"] = setting("up", "up: serve until Ctrl-C; status: what runs")
     replicas: int = setting(2, "vLLM servers", minimum=1)
     host: str = setting("127.0.0.1", "address that the endpoint listens on")
     port: int = setting(8000, "port that the endpoint listens on", minimum=1)

@@ -15,10 +15,10 @@ from jobs import promote, rollback
 from jobs.base import cli
 from jobs.base.config import load
 from jobs.evaluation import drafters
-from jobs.fleet import replica
 from jobs.promotion.candidate import read_candidate
 from jobs.registry import versions
 from jobs.registry.versions import FIELDS, OLD_SHA256, SHA256, Registry
+from jobs.servers import replica
 from jobs.tracking import mlflow_client
 from jobs.tracking.mlflow_client import MlflowFault
 from jobs.tracking.mlflow_runs import Tracker, attach, metric_name

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from jobs.base.config import load
-from jobs.fleet import server_pool
-from jobs.servers.server_pool import Room, Servers, at_once, require, room
 from jobs.machine import resources
+from jobs.servers import server_pool
+from jobs.servers.server_pool import Room, Servers, at_once, require, room
 from serving.server_memory import GIB, server_bytes
 from tests.helpers.tiny import make_target
 
