@@ -9,6 +9,7 @@ and the replicas that it names restart one after the other.
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,11 @@ def run(cfg: Config) -> dict[str, Any]:
     token = make_token(Path(cfg.serve.token_file or cfg.path("fleet.token")))
     cfg = _with_drafter(cfg)
     endpoint = f"http://{cfg.fleet.host}:{cfg.fleet.port}"
+    # Ray starts workers with niceness 15: beside anything else, the servers would hardly run.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     with cluster(cfg):
         try:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; Ray has its own
             book = deploy(cfg, str(token))
             console.print(f"{endpoint}/v1 serves {cfg.target_path}; Ctrl-C stops")
             while True:

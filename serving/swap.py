@@ -134,7 +134,6 @@ class DrafterSwap:
         """The drafts of `model` after PROBE_TOKENS positions of random features."""
         drafter: Any = self._drafter
         device, n = drafter.device, PROBE_TOKENS
-        weight = next(model.parameters())
         width = model.get_submodule("model.fc").input_size
         noise = torch.randn(n, int(width), generator=torch.Generator().manual_seed(0))  # pyright: ignore[reportArgumentType]
         blocks = -(-(n + drafter.max_query_tokens) // drafter.block_size)
@@ -159,7 +158,7 @@ class DrafterSwap:
                 drafter.speculative_config.num_speculative_tokens,
                 target_token_ids=positions.to(torch.int32),
                 target_positions=positions,
-                target_hidden_states=noise.to(device, weight.dtype),
+                target_hidden_states=noise.to(device, self.vllm_config.model_config.dtype),
                 next_token_ids=torch.ones(1, dtype=torch.int32, device=device),
                 token_indices_to_sample=None,
                 common_attn_metadata=metadata,
