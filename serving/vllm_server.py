@@ -20,6 +20,7 @@ from typing import Self
 
 from tqdm import tqdm
 
+from dflash.checkpoint import drafter_sha256
 from dflash.identity import model_files
 from serving.start_checks import check_drafter, free_port, last_error, phase
 
@@ -45,7 +46,10 @@ class Server:
     eager: bool = True
     capture: Path | str | None = None  # folder for captured traffic; None: off
     target_id: str | None = None  # copied into captured records
-    drafter_version: str | None = None  # copied into captured records
+    drafter_version: str | None = None  # in records and metrics; None: the folder's name
+    drafter_sha256: str | None = None  # drafter_sha256 of the folder; None: computed at the start
+    replica: str | None = None  # its name in records and metrics; None: this host
+    watch: bool = True  # rounds of every answer for /metrics and serving.acceptance_feed
     drafts: Path | str | None = None  # file for all drafted tokens (serving.drafts); None: off
     log: Path | str = "serve.log"  # what vLLM prints
     args: tuple[str, ...] = ()  # further arguments for vLLM
@@ -161,6 +165,8 @@ class Server:
         args += ["--enable-per-request-metrics"]
         if self.capture is not None:
             args += ["--middleware", "serving.capture.Capture"]
+        elif self.watch:
+            args += ["--middleware", "serving.watch.Watch"]
         if vllm_runs_on_cpu():
             args += ["--worker-cls", "serving.worker.CheckedCPUWorker"]
             args += ["--distributed-executor-backend", "uni"]
@@ -189,10 +195,20 @@ class Server:
         if self.capture is not None:
             values["FLYWHEEL_CAPTURE_DIR"] = str(Path(self.capture).absolute())
             values["FLYWHEEL_CAPTURE_TARGET_ID"] = self.target_id or ""
-            values["FLYWHEEL_CAPTURE_DRAFTER"] = self.drafter_version or ""
+        if self.replica:
+            values["FLYWHEEL_REPLICA"] = self.replica
+        values |= self._drafter()
         if self.drafts is not None:
             values["FLYWHEEL_DRAFTS"] = str(Path(self.drafts).absolute())
         return values
+
+    def _drafter(self) -> dict[str, str]:
+        """What serving.loaded says is loaded."""
+        if self.drafter is None:
+            return {"FLYWHEEL_DRAFTER_VERSION": "", "FLYWHEEL_DRAFTER_SHA256": ""}
+        sha256 = self.drafter_sha256 or drafter_sha256(self.drafter)
+        version = self.drafter_version or Path(self.drafter).name
+        return {"FLYWHEEL_DRAFTER_VERSION": version, "FLYWHEEL_DRAFTER_SHA256": sha256}
 
     def _speculative_config(self) -> str:
         config = {"method": "dflash", "model": str(self.drafter), **drafts_per_round(self.k)}
