@@ -1,6 +1,6 @@
 """flywheel ingest [ingest.logs=PATH,...]
 
-Request logs -> <work>/traffic. One Ray task per log, on a local disk or in a bucket. A rerun reads
+Request logs -> <work>/traffic, and of captures the rounds -> <work>/acceptance. One Ray task per log, on a local disk or in a bucket. A rerun reads
 only logs that are new or have changed: what is known of a log goes by its content and the rules.
 When a log has grown, its new samples replace those of its shorter version.
 
@@ -32,7 +32,7 @@ from jobs.ingestion.sample_counts import count_samples
 from store.digests import Digests
 from store.lease import lease
 from store.log_files import find_logs
-from store.log_states import States
+from store.log_states import SHARDED, States
 
 SHOWN = 5
 """Most file names in one message."""
@@ -49,7 +49,7 @@ def run(cfg: Config) -> dict[str, Any]:
     rules = make_rules(cfg)
     with lease(cfg.place("leases", "ingest")) as held:
         kept = Digests(cfg.place())
-        tables = [cfg.table("traffic"), cfg.table("rejects")]
+        tables = [cfg.table(name) for name in SHARDED]
         states = States.read(cfg.table("logs"), cfg.place("ingesting"), tables)
         with tasks(cfg) as each:
             digested = digests(each, cfg, kept, logs, states)
