@@ -1,8 +1,9 @@
 """flywheel ingest [ingest.logs=PATH,...]
 
-Request logs -> <work>/traffic, and of captures the rounds -> <work>/acceptance. One Ray task per log, on a local disk or in a bucket. A rerun reads
-only logs that are new or have changed: what is known of a log goes by its content and the rules.
-When a log has grown, its new samples replace those of its shorter version.
+Request logs -> <work>/traffic, and the rounds of captures -> <work>/acceptance. One Ray
+task per log, on a local disk or in a bucket. A rerun reads only logs that are new or have changed:
+what is known of a log goes by its content and the rules. When a log has grown, its new samples
+replace those of its shorter version.
 
 Records that are damaged or cannot be trusted are rejected. If their rate is significantly above
 ingest.max_reject_rate, nothing is published. Records that are readable but not for this drafter (an

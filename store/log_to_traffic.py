@@ -1,4 +1,4 @@
-"""From one log to shards of traffic, acceptance and rejects that are written, but not published yet.
+"""From one log to shards of traffic, acceptance and rejects, written but not published yet.
 
 No Ray and no torch here, so a worker that runs `ingest_log` starts quickly.
 """

@@ -45,7 +45,7 @@ OF_THE_MOMENT = ("id", "created", "metrics")
 
 
 ARGS = ("--root-path", "/llm", "--override-generation-config", '{"repetition_penalty": 1.2}')
-SMALL: dict[str, Any] = {"k": (3, 2), "max_model_len": 128, "max_num_seqs": 8, "kv_cache_gib": 1}
+SMALL: dict[str, Any] = {"k": (3,), "max_model_len": 128, "max_num_seqs": 8, "kv_cache_gib": 1}
 
 
 @pytest.fixture(scope="module")
