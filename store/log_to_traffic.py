@@ -81,8 +81,8 @@ def ingest_log(
         names=dict(tally.names),
         examples=tally.examples,
         traffic=good.close(),
-        rejects=bad.close(),
         acceptance=rounds.close(),
+        rejects=bad.close(),  # the last: if this run is killed before the marker, nobody knows it
     )
     return mark(markers, state)
 

@@ -13,30 +13,19 @@ from jobs.dataset import queries
 from jobs.dataset.acceptance_rows import commit_rows
 from jobs.ingestion import publishing
 from store.schemas import ACCEPTANCE
-from tests.helpers.capture_logs import in_this_process, line, samples, write_log
-
-SHA = "0123456789ab" * 5 + "cdef"
+from tests.helpers.capture_logs import (
+    DRAFTER,
+    in_this_process,
+    line,
+    samples,
+    served,
+    write_log,
+)
 
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     in_this_process(monkeypatch)
-
-
-def served(i, **changes):
-    rounds = {
-        "output_ids": [4, i // 997, 6, 7],
-        "accepted": [i % 3, *[0] * (2 - i % 3)],
-        "drafted": [7, *[3] * (2 - i % 3)],
-        "drafter": "7",
-        "drafter_sha256": SHA,
-        "replica": "east" if i % 2 else "west",
-        "k": 7,
-        "started_at": 1764547200 + 60 * i,
-        "finished_at": 1764547201 + 60 * i,
-        "concurrency": 1 + i,
-    }
-    return line(i, **rounds | changes)
 
 
 def names(cfg) -> list[str]:
@@ -49,7 +38,7 @@ def measured(cfg):
     row = dict.fromkeys(ACCEPTANCE.names) | {
         "request_id": "verify-1",
         "origin": "served",
-        "drafter_version": SHA[:12],
+        "drafter_version": DRAFTER[:12],
         "target_id": "t",
         "k": 7,
         "temperature": 0.0,
@@ -200,8 +189,8 @@ def test_questions_keep_production_and_measurement_apart(anywhere):
     text = queries.find_question("served_acceptance").read_text()
     found = queries.ask(cfg, text).to_pylist()
     assert {(r["replica"], r["version"], r["drafter_version"]) for r in found} == {
-        ("east", "7", SHA[:12]),
-        ("west", "7", SHA[:12]),
+        ("east", "7", DRAFTER[:12]),
+        ("west", "7", DRAFTER[:12]),
     }
     assert {row["hour"] for row in found} == {datetime(2025, 12, 1, tzinfo=UTC)}
     every = [row for row in found if row["domain"] == "(all)" and row["replica"] == "west"]
