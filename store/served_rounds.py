@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from operator import le
 from typing import Any
 
 from store import log_fields
@@ -18,8 +19,10 @@ def are_of(accepted: Sequence[int], drafted: Sequence[int], num_output: int) -> 
     prefill, and each round adds one token to its accepted drafts.
     """
     made = sum(accepted) + len(accepted) + 1
-    fit = len(accepted) == len(drafted) and made == num_output
-    return fit and all(0 <= a <= d <= MOST_DRAFTS for a, d in zip(accepted, drafted, strict=True))
+    if len(accepted) != len(drafted) or made != num_output:
+        return False
+    inside = min(accepted, default=0) >= 0 and max(drafted, default=0) <= MOST_DRAFTS
+    return inside and all(map(le, accepted, drafted))
 
 
 def acceptance_row(record: Record, row: dict[str, Any]) -> dict[str, Any] | None:
