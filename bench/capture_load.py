@@ -22,8 +22,8 @@ from jobs.fleet.server_pool import serving
 from serving.client import counter
 from serving.vllm_server import SERVED_NAME, Server
 
-STREAMS, TOKENS, REPEATS = 32, 48, 8
-MOST_PROMPT = 256  # tokens of a prompt: long ones would measure the prefill
+STREAMS, TOKENS, REPEATS = 32, 32, 6
+MOST_PROMPT = 32  # tokens of a prompt: long ones would measure the prefill, which no token shows
 
 
 def main(cfg: Config) -> None:
@@ -32,7 +32,7 @@ def main(cfg: Config) -> None:
     rows = [r["prompt_ids"][:MOST_PROMPT] for r in load_requests(cfg, "test")[0]]
     bodies = [_body(rows[i % len(rows)]) for i in range(STREAMS)]
     with tempfile.TemporaryDirectory() as folder:
-        base = server(serving(cfg, drafter, [4]), "bench.log")
+        base = server(serving(cfg, drafter, [3]), "bench.log")
         base = replace(base, max_num_seqs=STREAMS, target_id="bench", drafter_version="1")
         ours = replace(base, log=Path(folder, "ours.log"), capture=Path(folder, "capture"))
         theirs = replace(base, log=Path(folder, "theirs.log"), watch=False)
