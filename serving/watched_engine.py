@@ -24,6 +24,7 @@ WRAPPED = "flywheel_watched"
 CLIENT_FAULTS = {"VLLMClientError", "GracefulHTTPError"}
 """Exceptions of the engine that a client causes, by name: importing vLLM takes seconds."""
 
+UNREADABLE = "vLLM's outputs could not be read %d times"
 _faulty = OncePerMinute()
 logger = logging.getLogger("vllm.flywheel.watch")
 
@@ -132,25 +133,19 @@ def _noting(generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[...,
         outputs, answer = generate(*args, **named), _at_work.get()
         if answer is None:
             return outputs
-        with _noted_if_broken(answer):
+        try:
             params = named["sampling_params"] if "sampling_params" in named else args[1]
             request_id = named["request_id"] if "request_id" in named else args[2]
             first = answer.expects(params, request_id)
             is_delta = params.output_kind.name == "DELTA"
-            return _noted(outputs, answer, first, is_delta)
-        return outputs
+        except Exception:  # as below
+            answer.broken = True
+            if times := _faulty.due():
+                logger.exception(UNREADABLE, times)
+            return outputs
+        return _noted(outputs, answer, first, is_delta)
 
     return noting
-
-
-@contextlib.contextmanager
-def _noted_if_broken(answer: Answer) -> Iterator[None]:
-    try:
-        yield
-    except Exception:  # whatever it is, the served request comes first
-        answer.broken = True
-        if times := _faulty.due():
-            logger.exception("vLLM's outputs could not be read %d times", times)
 
 
 async def _noted(
@@ -159,8 +154,12 @@ async def _noted(
     async with contextlib.aclosing(outputs):  # the engine aborts a request when this is closed
         try:
             async for output in outputs:
-                with _noted_if_broken(answer):
+                try:
                     answer.add(output, first, is_delta)
+                except Exception:  # whatever it is, the served request comes first
+                    answer.broken = True
+                    if times := _faulty.due():
+                        logger.exception(UNREADABLE, times)
                 yield output
         except (asyncio.CancelledError, GeneratorExit):
             raise
