@@ -1,4 +1,7 @@
-"""make bench-capture: what the capture costs a server's event loop, by the size of the request.
+"""make bench-capture [ARGS="work=runs/mine"]: what the capture costs a server.
+
+First its event loop, by the size of the request; then, in a second JSON line, the throughput of a
+server with 32 streams (bench/capture_load.py), for which a finished demo is needed.
 
 The capture reads a request before it is served, and meanwhile the loop serves no other request.
 Compared are one scan of its bytes (ours), and parsing it and writing it again with
@@ -10,11 +13,14 @@ the middleware.
 import asyncio
 import json
 import os
+import sys
 import tempfile
 from types import SimpleNamespace
 from typing import Any
 
+from bench import capture_load
 from bench.harness import cpu_name, paired, report, seconds
+from jobs.base.config import load
 from serving.capture import Capture
 from serving.capture_request import read, with_token_ids
 
@@ -81,6 +87,13 @@ async def _application(scope: Any, receive: Any, send: Any) -> None:
 
 
 def main() -> None:
+    """Compare both parts and print their JSON lines."""
+    cfg = load(None, sys.argv[1:])
+    event_loop()
+    capture_load.main(cfg)
+
+
+def event_loop() -> None:
     """Compare and print the JSON line."""
     detail: dict[str, Any] = {"cpu": cpu_name()}
     ratios: list[float] = []

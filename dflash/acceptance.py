@@ -34,6 +34,23 @@ def cut_at_end(accepted: Sequence[int], num_output: int) -> list[int]:
     return cut
 
 
+def traffic_rounds(
+    accepted: Sequence[int], drafted: Sequence[int], num_output: int
+) -> tuple[list[int], list[int]]:
+    """(accepted, drafted) per round of an answer in production, cut at its end.
+
+    vLLM counts no step without a draft to verify. There are some where K is 0 for large batches,
+    after a preemption, and at the end of the context. They are appended as rounds that drafted
+    nothing, although they may have come earlier. If such an answer ends within accepted drafts, the
+    surplus cannot be told apart and stays: at most K drafts of one request.
+
+    Steps [3, 5] of [7, 7] drafts: for 7 tokens [3, 1], [7, 7]; for 12 [3, 5, 0], [7, 7, 0].
+    """
+    missing = [0] * (num_output - 1 - sum(accepted) - len(accepted))
+    cut = cut_at_end([*accepted, *missing], num_output)
+    return cut, [*drafted, *missing][: len(cut)]
+
+
 def num_rounds(accepted: Accepted) -> int:
     """Rounds over all requests."""
     return sum(len(rounds) for rounds in accepted)

@@ -1,8 +1,9 @@
 """flywheel ingest [ingest.logs=PATH,...]
 
-Request logs -> <work>/traffic. One Ray task per log, on a local disk or in a bucket. A rerun reads
-only logs that are new or have changed: what is known of a log goes by its content and the rules.
-When a log has grown, its new samples replace those of its shorter version.
+Request logs -> <work>/traffic, and the rounds of captures -> <work>/acceptance. One Ray
+task per log, on a local disk or in a bucket. A rerun reads only logs that are new or have changed:
+what is known of a log goes by its content and the rules. When a log has grown, its new samples
+replace those of its shorter version.
 
 Records that are damaged or cannot be trusted are rejected. If their rate is significantly above
 ingest.max_reject_rate, nothing is published. Records that are readable but not for this drafter (an
@@ -32,7 +33,7 @@ from jobs.ingestion.sample_counts import count_samples
 from store.digests import Digests
 from store.lease import lease
 from store.log_files import find_logs
-from store.log_states import States
+from store.log_states import SHARDED, States
 
 SHOWN = 5
 """Most file names in one message."""
@@ -49,7 +50,7 @@ def run(cfg: Config) -> dict[str, Any]:
     rules = make_rules(cfg)
     with lease(cfg.place("leases", "ingest")) as held:
         kept = Digests(cfg.place())
-        tables = [cfg.table("traffic"), cfg.table("rejects")]
+        tables = [cfg.table(name) for name in SHARDED]
         states = States.read(cfg.table("logs"), cfg.place("ingesting"), tables)
         with tasks(cfg) as each:
             digested = digests(each, cfg, kept, logs, states)

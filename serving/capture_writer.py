@@ -4,13 +4,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from store.served_rounds import ROUNDS, are_of
 
 MAX_QUEUE_BYTES = 256 << 20
 WARN_SECONDS = 60.0
@@ -40,7 +42,6 @@ class Answer(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
     choices: list[Choice] = []
     usage: Usage | None = None
-    metrics: dict[str, Any] | None = None
 
 
 _answer = msgspec.json.Decoder(Answer)
@@ -53,6 +54,8 @@ class Exchange:
     record: dict[str, Any]  # what the records of all its choices share
     chunks: list[bytes]
     complete: bool  # False: the client went away
+    rounds: Mapping[int, tuple[list[int], list[int]]] = field(default_factory=dict)
+    """(accepted, drafted) by choice, where they are known."""
 
 
 class OncePerMinute:
@@ -173,15 +176,14 @@ def _cut(stream: FileIO, end: int) -> None:
 def records(exchange: Exchange) -> tuple[list[dict[str, Any]], int | None]:
     """(one record per choice, vLLM's count of output tokens over all of them if it was sent).
 
-    A choice without a finish reason gets `abort`: its client went away. `spec` is null for streams
-    whose client did not ask for usage (vLLM puts the metrics there) and for n > 1.
+    A choice without a finish reason gets `abort`: its client went away. `accepted` and `drafted`
+    are null where the rounds are not known, or do not make up the tokens that the client got.
     """
-    name, prompt, spec, tokens = None, None, None, None
+    name, prompt, tokens = None, None, None
     choices: dict[int, Choice] = {}
     for part in _parts(exchange):
         name = part.id or name
         prompt = part.prompt_token_ids or prompt
-        spec = (part.metrics or {}).get("speculative_decoding") or spec
         # In a stream, usage may come with every choice; it then counts that choice alone.
         if part.usage is not None and not (exchange.record["stream"] and part.choices):
             tokens = part.usage.completion_tokens
@@ -189,6 +191,7 @@ def records(exchange: Exchange) -> tuple[list[dict[str, Any]], int | None]:
             _merge(choices, choice)
     rows = [
         exchange.record
+        | _rounds(exchange, index, choice)
         | {
             "request_id": name,
             "choice": index,
@@ -196,11 +199,16 @@ def records(exchange: Exchange) -> tuple[list[dict[str, Any]], int | None]:
             "output_ids": choice.token_ids,
             "finish_reason": choice.finish_reason or "abort",
             "stop_reason": choice.stop_reason,
-            "spec": spec,
         }
         for index, choice in sorted(choices.items())
     ]
     return rows, tokens
+
+
+def _rounds(exchange: Exchange, index: int, choice: Choice) -> dict[str, Any]:
+    accepted, drafted = exchange.rounds.get(index, ([], []))
+    known = index in exchange.rounds and are_of(accepted, drafted, len(choice.token_ids or []))
+    return {"accepted": accepted, "drafted": drafted} if known else dict.fromkeys(ROUNDS)
 
 
 def _merge(choices: dict[int, Choice], part: Choice) -> None:

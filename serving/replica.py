@@ -40,9 +40,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from dflash.identity import target_id
 from serving import acceptance_feed, loaded
-from serving.capture import App, Message, Receive, Scope, Send
 from serving.exchange import Drafters, Refused
 from serving.start_checks import read_token
+from serving.watch import App, Message, Receive, Scope, Send
 
 ROOT = "/flywheel/"
 FILE = re.compile(r"drafters/([0-9a-f]{64})/([A-Za-z0-9_][A-Za-z0-9_.-]*\.(?:json|safetensors))")

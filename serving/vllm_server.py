@@ -21,6 +21,7 @@ from typing import Self
 
 from tqdm import tqdm
 
+from dflash.checkpoint import drafter_sha256
 from dflash.identity import model_files
 from serving.start_checks import check_drafter, free_port, last_error, phase, read_token
 
@@ -46,9 +47,11 @@ class Server:
     eager: bool = True
     capture: Path | str | None = None  # folder for captured traffic; None: off
     target_id: str | None = None  # copied into captured records
-    drafter_version: str | None = None  # copied into captured records
+    drafter_version: str | None = None  # in records and metrics; None: the folder's name
+    drafter_sha256: str | None = None  # drafter_sha256 of the folder; None: computed at the start
+    replica: str | None = None  # its name in records and metrics; None: host and port
+    watch: bool = True  # rounds of every answer for /metrics and serving.acceptance_feed
     token_file: Path | str | None = None  # of serving.replica; None: no endpoint to change drafters
-    replica: str | None = None  # name in rows and metrics; None: host and port
     drafts: Path | str | None = None  # file for all drafted tokens (serving.drafts); None: off
     log: Path | str = "serve.log"  # what vLLM prints
     args: tuple[str, ...] = ()  # further arguments for vLLM
@@ -170,6 +173,8 @@ class Server:
         args += ["--enable-per-request-metrics"]
         if self.capture is not None:
             args += ["--middleware", "serving.capture.Capture"]
+        elif self.watch:
+            args += ["--middleware", "serving.watch.Watch"]
         if self.token_file is not None:
             args += ["--middleware", "serving.replica.Replica"]
             args += ["--worker-extension-cls", "serving.swap.DrafterSwap"]
@@ -201,15 +206,22 @@ class Server:
         if self.capture is not None:
             values["FLYWHEEL_CAPTURE_DIR"] = str(Path(self.capture).absolute())
             values["FLYWHEEL_CAPTURE_TARGET_ID"] = self.target_id or ""
-            values["FLYWHEEL_CAPTURE_DRAFTER"] = self.drafter_version or ""
         if self.token_file is not None:
             values["FLYWHEEL_TOKEN_FILE"] = str(Path(self.token_file).absolute())
-            values["FLYWHEEL_REPLICA"] = self.replica or f"{socket.gethostname()}:{self.port}"
-            values["FLYWHEEL_DRAFTER_VERSION"] = self.drafter_version or ""
             values["FLYWHEEL_TARGET_ID"] = self.target_id or ""
+        values["FLYWHEEL_REPLICA"] = self.replica or f"{socket.gethostname()}:{self.port}"
+        values |= self._drafter()
         if self.drafts is not None:
             values["FLYWHEEL_DRAFTS"] = str(Path(self.drafts).absolute())
         return values
+
+    def _drafter(self) -> dict[str, str]:
+        """What serving.loaded says is loaded."""
+        if self.drafter is None:
+            return {"FLYWHEEL_DRAFTER_VERSION": "", "FLYWHEEL_DRAFTER_SHA256": ""}
+        sha256 = self.drafter_sha256 or drafter_sha256(self.drafter)
+        version = self.drafter_version or Path(self.drafter).name
+        return {"FLYWHEEL_DRAFTER_VERSION": version, "FLYWHEEL_DRAFTER_SHA256": sha256}
 
     def _speculative_config(self) -> str:
         config = {"method": "dflash", "model": str(self.drafter), **drafts_per_round(self.k)}

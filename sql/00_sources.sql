@@ -19,12 +19,17 @@ create macro tau_macro(accepted) as
 create macro accept_rate_at(accepted, k) as
     sum(len(list_filter(accepted, lambda a: a >= k))) / nullif(sum(len(accepted)), 0);
 
+-- Share of the rounds that offered a draft `k` in which it was accepted. The one rate that compares rows whose K
+-- differs from round to round, as in production. k starts at 1.
+create macro accept_rate_offered(accepted, drafted, k) as
+    sum(len(list_filter(accepted, lambda a: a >= k))) / nullif(sum(len(list_filter(drafted, lambda d: d >= k))), 0);
+
 -- The domain of a group, or '(all)' for the total over all domains. A client's own domain named '(all)' is
 -- shown in double quotes.
 create macro domain_or_all(domain, is_sum) as
     if(is_sum = 1, '(all)', if(domain = '(all)', '"(all)"', domain));
 
--- One row per request and origin. Compare rows only where target, k and sampling are the same.
+-- What commands measured: one row per request and origin. Compare rows only where target, k and sampling are the same.
 create view acceptance as
 select
     request_id,
@@ -47,7 +52,36 @@ select
     finished_at,
     replica,
     coalesce(repeat_count, 1) as repeat_count
-from acceptance_rows;
+from acceptance_rows
+where log is null;
+
+-- What production accepted: one row per captured answer with rounds. k is the largest of the server; how many drafts
+-- a round offered is in drafted. version is the server's name of the drafter. A log that was captured twice under two
+-- names is here twice.
+create view production as
+select
+    request_id,
+    sample_id,
+    conversation_id,
+    drafter_version,
+    version,
+    target_id,
+    replica,
+    domain,
+    k,
+    temperature,
+    accepted,
+    drafted,
+    len(accepted) as rounds,
+    coalesce(list_sum(accepted), 0) + len(accepted) as tokens_in_rounds,
+    prompt_tokens,
+    output_tokens,
+    started_at,
+    finished_at,
+    concurrency,
+    log
+from acceptance_rows
+where log is not null;
 
 -- A label that names no conversation (store/ids.py).
 create macro says_nothing(label) as

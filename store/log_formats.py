@@ -23,6 +23,7 @@ from store.log_files import damage, open_log
 from store.objects import TWICE, decode
 from store.privacy import answers, marked, may_refuse, redacted
 from store.rejection_reasons import MAX_LINE_BYTES, reason_of
+from store.served_rounds import acceptance_row
 from store.shaped_answers import shaped_by
 
 BOM = b"\xef\xbb\xbf"
@@ -74,8 +75,9 @@ class NotUsed:
 
 
 Row = dict[str, Any]
-"""TRAFFIC columns but `log` (ids are int32 arrays) and `model`, the model name that answered. It is
-None if the record carries our target_id, or no model name."""
+"""TRAFFIC columns but `log` (ids are int32 arrays), and two that are none: `model`, the model name
+that answered (None if the record carries our target_id, or no model name), and `acceptance`, the
+row of its rounds (store/served_rounds.py) or None."""
 Outcome = Row | Reject | NotUsed
 
 
@@ -166,6 +168,7 @@ def _outcomes(value: Any, raw: bytes, offset: int, rules: Rules) -> Iterator[Out
         try:
             row = _row(record, source, rules)
             row["consent"] = None if all(one is None for one in said) else True
+            row["acceptance"] = acceptance_row(record, row) if source == "capture" else None
             yield row
         except Refused as refused:
             yield _rejected(offset, refused, raw)

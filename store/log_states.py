@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from store.place import Place
-from store.schemas import LOGS, REJECTS, TIMESTAMP, TRAFFIC
+from store.schemas import ACCEPTANCE, LOGS, REJECTS, TIMESTAMP, TRAFFIC
 from store.table_shards import Shard
 from store.tables import Table
 
@@ -25,8 +25,8 @@ from store.tables import Table
 class LogState:
     """One content of a log under one set of rules. The fields are columns of LOGS.
 
-    `traffic` and `rejects`: the shards of a marker. They are None for a row of LOGS: the tables
-    have these rows.
+    `traffic`, `rejects` and `acceptance`: the shards of a marker. They are None for a row of LOGS:
+    the tables have these rows.
     """
 
     log: str
@@ -41,11 +41,15 @@ class LogState:
     examples: Mapping[str, str]
     traffic: list[Shard] | None = None
     rejects: list[Shard] | None = None
+    acceptance: list[Shard] | None = None
 
 
 TEXTS = ("counts", "names", "examples")
 """Fields that are JSON in LOGS."""
 COLUMNS = [name for name in LOGS.names if name != "ingested_at"]
+SHARDED = {"traffic": TRAFFIC, "rejects": REJECTS, "acceptance": ACCEPTANCE}
+"""Tables with rows of logs; in each, the column `log` has the key of their state. A marker of an
+older release names no acceptance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class States:
     marked: dict[str, LogState]
     broken: dict[str, LogState]
     """States of markers that lack a shard: to be read again, but traffic/ may have their rows."""
-    lost: list[Shard]  # of traffic and rejects
+    lost: list[Shard]  # of all tables that have rows of logs
     by_content: dict[tuple[int, str], list[LogState]] = field(default_factory=dict)
 
     @classmethod
@@ -129,7 +133,7 @@ def _marked(
 
 def shards_of(state: LogState) -> list[Shard]:
     """The shards that a marker names."""
-    return [*(state.traffic or []), *(state.rejects or [])]
+    return [*(state.traffic or []), *(state.rejects or []), *(state.acceptance or [])]
 
 
 def _of_marker(data: bytes | None) -> LogState | None:
@@ -137,8 +141,8 @@ def _of_marker(data: bytes | None) -> LogState | None:
     try:
         value = json.loads(data or b"")
         shards = {
-            name: [_shard(shard, schema) for shard in value[name]]
-            for name, schema in (("traffic", TRAFFIC), ("rejects", REJECTS))
+            name: [_shard(shard, schema) for shard in value.get(name, [])]
+            for name, schema in SHARDED.items()
         }
         return LogState(**value | shards)
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""From one log to shards of traffic and rejects that are written, but not published yet.
+"""From one log to shards of traffic, acceptance and rejects, written but not published yet.
 
 No Ray and no torch here, so a worker that runs `ingest_log` starts quickly.
 """
@@ -45,6 +45,7 @@ def ingest_log(
     rules: Rules,
     traffic: Table,
     rejects: Table,
+    acceptance: Table,
     markers: Place,
     copies: Path | None = None,
 ) -> LogState:
@@ -55,7 +56,7 @@ def ingest_log(
     """
     key = key_of(sha256, rules)
     tally = Tally(log)
-    good, bad = _Shards(traffic, key), _Shards(rejects, key)
+    good, bad, rounds = (_Shards(table, key) for table in (traffic, rejects, acceptance))
     room = MAX_REJECTS_BYTES
     for outcome in _outcomes(log, size, sha256, rules, copies):
         tally.add(outcome)
@@ -66,6 +67,8 @@ def ingest_log(
             bad.add(row | {"reason": outcome.reason, "raw": raw}, 1)
         elif not isinstance(outcome, NotUsed):
             good.add(outcome, outcome["prompt_tokens"] + outcome["output_tokens"])
+            if served := outcome["acceptance"]:
+                rounds.add(served | {"batch": key}, len(served["accepted"]))
     state = LogState(
         log=key,
         path=log,
@@ -78,7 +81,8 @@ def ingest_log(
         names=dict(tally.names),
         examples=tally.examples,
         traffic=good.close(),
-        rejects=bad.close(),
+        acceptance=rounds.close(),
+        rejects=bad.close(),  # the last: if this run is killed before the marker, nobody knows it
     )
     return mark(markers, state)
 
@@ -132,10 +136,11 @@ class Tally:
 
 
 class _Shards:
-    """Rows in, shards out; equal samples within a shard become one row with a count."""
+    """Rows in, shards out; of traffic, equal samples within a shard are one row with a count."""
 
     def __init__(self, table: Table, key: str):
         self.table, self.key = table, key
+        self.merges = "prompt_ids" in table.schema.names
         self.rows: list[dict[str, Any]] = []
         self.packed: list[pa.Table] = []
         self.places: dict[Any, int] = {}  # of a sample among the rows of the shard
@@ -145,8 +150,7 @@ class _Shards:
 
     def add(self, row: dict[str, Any], size: int) -> None:
         # Under another label it is another row: store.traffic_table needs to see every label.
-        sample = row.get("sample_id")
-        name = (sample, row["conversation_id"]) if sample else len(self.repeats)
+        name = (row["sample_id"], row["conversation_id"]) if self.merges else len(self.repeats)
         place = self.places.setdefault(name, len(self.repeats))
         if place < len(self.repeats):
             self.repeats[place] += 1
@@ -173,7 +177,7 @@ class _Shards:
     def _write(self) -> None:
         self._pack()
         table = pa.concat_tables(self.packed)
-        if "repeat_count" in table.column_names:
+        if self.merges:
             column = table.schema.get_field_index("repeat_count")
             counts = pa.array(self.repeats, pa.int32())
             table = table.set_column(column, table.schema.field(column), counts)

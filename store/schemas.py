@@ -160,6 +160,10 @@ ACCEPTANCE = pa.schema(
         ("replica", pa.string()),
         ("repeat_count", pa.int32()),  # how often traffic has this sample
         ("batch", pa.string()),  # of what was measured together, and is replaced together
+        # Of production only: null in rows that a command measured.
+        ("log", pa.string()),  # key of the log's state in LOGS
+        ("version", pa.string()),  # of the drafter, as the server names it
+        ("concurrency", pa.int32()),  # requests in flight on the replica when it ended
     ]
 )
 

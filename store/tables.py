@@ -197,7 +197,10 @@ class Table:
         rest, touched = [], []
         for shard in shards:
             with told(self.place, shard.name):
-                rows = pq.read_table(self.place.open(shard.name))
+                file = pq.ParquetFile(self.place.open(shard.name))
+                if column not in file.schema_arrow.names:
+                    continue  # written before this column was known
+                rows = file.read()
             theirs = pa.array(values, rows.schema.field(column).type)
             kept = rows.filter(~pc.field(column).isin(theirs))
             if len(kept) < len(rows):

@@ -12,7 +12,7 @@ from jobs.base.config import Config
 from store.digests import Digest, Digests, digest_log
 from store.log_files import Stamp
 from store.log_formats import Rules
-from store.log_states import LogState, States
+from store.log_states import SHARDED, LogState, States
 from store.log_to_traffic import ingest_log, key_of
 
 COPIES = "logs_read"
@@ -85,9 +85,8 @@ def read_each(
     found = {key: states.published[key] for key in done}
     waiting = contents.keys() & states.marked.keys() - done
     found |= {key: states.marked[key] for key in waiting}
-    places = cfg.table("traffic"), cfg.table("rejects"), cfg.place("ingesting")
     unread = [key for key in contents if key not in found]
-    more = rules, *places, cfg.path(COPIES)
+    more = rules, *(cfg.table(name) for name in SHARDED), cfg.place("ingesting"), cfg.path(COPIES)
     jobs = [(log, *digest[:2], *more) for log, digest in map(contents.__getitem__, unread)]
     parsed = dict(zip(unread, each(ingest_log, jobs), strict=True))
     states_now = found | parsed

@@ -1,4 +1,4 @@
-"""Put what was read from logs into the tables rejects, traffic and logs.
+"""Put what was read from logs into the tables rejects, traffic, acceptance and logs.
 
 The order makes every interruption good with the same command: `logs` comes last. Until then the
 markers are there, and the states that are replaced are known.
@@ -48,8 +48,8 @@ class Publisher:
         self._replace(self.table("rejects"), new, stale, shards, stale, unpublished)
 
     def traffic(self, reads: Sequence[Read], any_accepted: bool) -> int:
-        """Publish samples in place of those from when a log was shorter or under other rules;
-        returns the number of logs that are new in it.
+        """Publish samples, and what was accepted of their drafts, in place of those from when a log
+        was shorter or under other rules; returns the number of logs that are new.
 
         If nothing was accepted at all, only samples of the same target are taken back that were
         accepted under other rules: for instance answers of another model, before ingest.models
@@ -62,9 +62,12 @@ class Publisher:
         new = [r for r in reads if not r.done and (any_accepted or self._takes_back(r))]
         stale = _stale(new)
         old = [state for state in stale if state.reading != READING]
-        shards = [shard for read in new for shard in read.state.traffic or []]
-        unpublished = [s.name for state in old for s in state.traffic or []]
-        self._replace(self.table("traffic"), new, stale, shards, old, unpublished)
+        for name in ("traffic", "acceptance"):
+            shards = [shard for read in new for shard in getattr(read.state, name) or []]
+            if name == "acceptance" and not shards and self.table(name).version() is None:
+                continue  # no command has made this table, and there is nothing to tell
+            unpublished = [s.name for state in old for s in getattr(state, name) or []]
+            self._replace(self.table(name), new, stale, shards, old, unpublished)
         self._log(new, stale)
         return len(new)
 

@@ -130,6 +130,7 @@ class Facts:
         mine = pc.field("drafter_version").isin(list(self.names))
         mine &= pc.field("target_id") == self.evaluation["target_id"]
         mine &= pc.field("k").isin([self.k, *self.largest.values()])
+        mine &= pc.field("log").is_null()  # production is another sample of requests
         columns = ["drafter_version", "origin", "k", "temperature", "conversation_id", "accepted"]
         return cfg.table("acceptance").read(columns, mine).to_pylist()
 

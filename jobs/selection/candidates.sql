@@ -46,21 +46,46 @@ group by domain, side;
 
 drop table recent;
 
--- The share of drafts that the serving engine accepted, for samples with enough rounds to tell.
+-- The share of drafts that the serving engine accepted, for samples with enough rounds to tell, and the share that
+-- the same drafters get over all of the sample's domain. A drafter that has not learned a domain accepts almost nothing
+-- of it, and one that knows a narrow domain by heart accepts nearly all: neither makes a sample an outlier.
 create temp table served as
-select sample_id, sum(list_sum(accepted)) / sum(list_sum(drafted)) as share
-from acceptance_rows
-where target_id = $target_id and origin = 'served'
+with requests as (
+    select
+        sample_id,
+        drafter_version,
+        domain,
+        list_sum(accepted) as accepted,
+        list_sum(drafted) as drafted,
+        len(accepted) as rounds
+    from acceptance_rows
+    where target_id = $target_id and origin = 'served' and len(accepted) > 0
+),
+
+domains as (
+    select drafter_version, domain, sum(accepted) / sum(drafted) as usual
+    from requests
+    group by drafter_version, domain
+    having sum(drafted) > 0
+)
+
+select
+    sample_id,
+    sum(accepted) / sum(drafted) as share,
+    sum(usual * drafted) / sum(drafted) as usual
+from requests join domains
+    on requests.drafter_version is not distinct from domains.drafter_version
+    and requests.domain is not distinct from domains.domain
 group by sample_id
-having sum(len(accepted)) >= $rounds and sum(list_sum(drafted)) > 0;
+having sum(rounds) >= $rounds and sum(drafted) > 0;
 
 -- Reasons that do not depend on the budget, the first that applies.
 create temp table judged as
 select
     samples.*,
     case
-        when side = 'train' and share <= $garbled then 'garbled'
-        when side = 'train' and share >= $looping then 'looping'
+        when side = 'train' and share <= $garbled and usual > 5 * $garbled then 'garbled'
+        when side = 'train' and share >= $looping and 1 - usual > 5 * (1 - $looping) then 'looping'
         when row_number() over (
             partition by domain, prompt_id order by seen_at desc, sample_id
         ) > $per_prompt then 'same_prompt'

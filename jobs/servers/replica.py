@@ -36,6 +36,7 @@ def server(cfg: Config, log: str = "serve.log") -> Server:
         token_file=serve.token_file or None,
         target_id=target_id(cfg.target_path),
         drafter_version=name,
+        drafter_sha256=drafter_sha256(drafter) if drafter else None,
         log=cfg.path("server_logs", log),
         args=tuple(serve.args),
     )

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from jobs.base.config import Config
 from store.collect import unneeded
 from store.lease import lease
+from store.log_states import SHARDED
 from store.place import Found, Place
 from store.schemas import TABLES
 from store.tables import Table
@@ -21,7 +22,7 @@ BATCH = 1000
 """Objects that are deleted under one lease: whoever waits for it waits for seconds."""
 WAIT = 60.0
 """Seconds to wait for a stage that must not run meanwhile."""
-WRITERS = {"traffic": "ingest", "rejects": "ingest", "selection": "select"}
+WRITERS = {**dict.fromkeys(SHARDED, "ingest"), "selection": "select"}
 """Tables whose former or unpublished shards may be published again, and by whom."""
 
 
@@ -108,7 +109,7 @@ def _old_markers(cfg: Config, markers: Place) -> list[Found]:
     if not old:
         return []
     published = set(cfg.table("logs").read(["log"])["log"].to_pylist())
-    live = [s for name in ("traffic", "rejects") for s in cfg.table(name).shards().values()]
+    live = [s for name in SHARDED for s in cfg.table(name).shards().values()]
 
     def speaks(key: str) -> bool:
         return key not in published and any(shard.may_have("log", [key]) for shard in live)

@@ -1,5 +1,7 @@
 """The counting rules of dflash.acceptance, by hand and for any rounds."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from dflash.acceptance import (
     tau_macro,
     tau_of_counts,
     tau_weighted,
+    traffic_rounds,
 )
 
 
@@ -88,3 +91,23 @@ def test_repeats_weigh_only_where_they_are_asked_for():
     assert tau_weighted([[7, 7], [0]], [1, 98]) == pytest.approx((16 + 98) / 100)
     with pytest.raises(ValueError, match="no rounds"):
         tau_weighted([[]], [3])
+
+
+def test_rounds_of_production_may_miss_steps_without_drafts():
+    assert traffic_rounds([3, 5], [7, 7], 7) == ([3, 1], [7, 7])
+    assert traffic_rounds([3, 5], [7, 7], 12) == ([3, 5, 0], [7, 7, 0])
+    assert traffic_rounds([], [], 1) == ([], [])
+    assert traffic_rounds([], [], 4) == ([0, 0, 0], [0, 0, 0])
+    assert traffic_rounds([2], [3], 2) == ([0], [3])
+
+
+def test_rounds_of_production_make_up_its_tokens():
+    rng = random.Random(3)
+    for _ in range(200):
+        drafted = [rng.randint(1, 7) for _ in range(rng.randint(0, 9))]
+        accepted = [rng.randint(0, d) for d in drafted]
+        tokens = rng.randint(1, 40)
+        cut, offered = traffic_rounds(accepted, drafted, tokens)
+        assert len(cut) == len(offered)
+        assert sum(cut) + len(cut) + 1 == tokens
+        assert all(0 <= a <= d for a, d in zip(cut, offered, strict=True))

@@ -19,6 +19,26 @@ def line(i, **changes):
     return json.dumps(record | changes) + "\n"
 
 
+DRAFTER = "0123456789ab" * 5 + "cdef"
+
+
+def served(i, **changes):
+    """A line that says what the drafter's rounds were: 4 tokens in 1 to 3 rounds."""
+    rounds = {
+        "output_ids": [4, i // 997, 6, 7],
+        "accepted": [i % 3, *[0] * (2 - i % 3)],
+        "drafted": [7, *[3] * (2 - i % 3)],
+        "drafter": "7",
+        "drafter_sha256": DRAFTER,
+        "replica": "east" if i % 2 else "west",
+        "k": 7,
+        "started_at": 1764547200 + 60 * i,
+        "finished_at": 1764547201 + 60 * i,
+        "concurrency": 1 + i,
+    }
+    return line(i, **rounds | changes)
+
+
 def write_log(cfg, name, lines, mode="w"):
     folder = cfg.path("capture")
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from jobs.ingestion import log_tasks
 from jobs.ingestion.rules import make_rules
 from store.digests import digest_log
 from store.log_files import find_logs
+from store.log_states import SHARDED
 from store.log_to_traffic import ingest_log
 from store.place import place_of
 from tests.helpers.capture_logs import in_this_process, line, samples, write_log
@@ -150,7 +151,7 @@ def test_folders_globs_and_files_name_each_log_once(configure, tmp_path):
 
 def parse(cfg, log):
     size, sha256, _ = digest_log(str(log), set())
-    places = cfg.table("traffic"), cfg.table("rejects"), cfg.place("ingesting")
+    places = (*(cfg.table(name) for name in SHARDED), cfg.place("ingesting"))
     return ingest_log(str(log), size, sha256, make_rules(cfg), *places)
 
 

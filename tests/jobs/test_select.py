@@ -222,6 +222,25 @@ def test_both_tails_of_served_acceptance_are_left_out(cfg):
     assert select.run(cfg)["left_out"] == {"garbled": 1, "looping": 1}
 
 
+@pytest.mark.parametrize(("usual", "other"), [(0, 7), (7, 0)])
+def test_a_domain_that_the_drafter_does_not_know_or_knows_by_heart_stays(cfg, usual, other):
+    """New traffic was left out because the old drafter accepted nothing of it."""
+    rows = [row(cfg, i, split="train", domain="new") for i in range(6)]
+    add(cfg, rows)
+    served = [
+        dict.fromkeys(ACCEPTANCE.names)
+        | {"sample_id": r["sample_id"], "target_id": r["target_id"], "domain": domain}
+        | {"origin": "served", "drafter_version": "d", "log": "l"}
+        | {"accepted": [accepted] * 20, "drafted": [7] * 20}
+        for r, domain, accepted in [
+            *((r, "new", usual) for r in rows),
+            ({"sample_id": "x", "target_id": rows[0]["target_id"]}, "old", other),
+        ]
+    ]
+    cfg.table("acceptance").append(pa.Table.from_pylist(served, schema=ACCEPTANCE))
+    assert len(taken(cfg)) == 6
+
+
 def test_repeats_are_merged_and_counted(cfg):
     add(cfg, [row(cfg, 1, domain="default"), row(cfg, 1, repeat_count=4)])
     add(cfg, [row(cfg, 1, captured_at=NEWEST - timedelta(hours=9))])

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from serving import capture, capture_request, capture_writer
+from serving import capture, capture_request, capture_writer, loaded
+from serving.loaded import Loaded
 
 PROMPT = [1, 5, 6]
+SHA = "0123456789ab" * 5 + "cdef"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "secret"}]}
 CHAT = {
     "id": "chatcmpl-1",
@@ -88,7 +90,7 @@ def exchange(
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     monkeypatch.setenv("FLYWHEEL_CAPTURE_DIR", str(tmp_path))
-    monkeypatch.setenv("FLYWHEEL_CAPTURE_DRAFTER", "v7")
+    monkeypatch.setattr(loaded, "_current", Loaded("v7", SHA))
     return capture.Capture
 
 
@@ -125,7 +127,7 @@ def test_every_choice_is_a_line_and_ids_are_forced(make):
     assert second["finish_reason"] == "length"
     assert (first["temperature"], first["top_p"]) == (0, 1.0)
     assert (first["domain"], first["conversation_id"], first["drafter"]) == ("sql", "c1", "v7")
-    assert first["spec"] == {"per_step_accepted": [1]}
+    assert (first["accepted"], first["drafter_sha256"]) == (None, SHA)
     assert "secret" not in middleware.writer.path.read_text()
 
 
@@ -136,7 +138,6 @@ def test_stream_passes_unbuffered_and_its_ids_are_joined(make):
     [row] = lines(middleware)
     assert (row["prompt_ids"], row["output_ids"]) == (PROMPT, [7, 8, 2])
     assert (row["finish_reason"], row["stream"]) == ("stop", True)
-    assert row["spec"] == {"num_spec_steps": 1}
 
 
 def test_aborted_stream_keeps_what_was_sent(make):
@@ -268,7 +269,7 @@ def test_a_full_queue_drops_and_counts_and_the_request_goes_on(make, monkeypatch
 
 def test_a_faulty_capture_does_not_fail_the_request(make, monkeypatch):
     middleware = make(FakeServer([json.dumps(CHAT).encode()]))
-    for step in ("_submit", "_wanted"):
+    for step in ("record", "recorder"):
         monkeypatch.setattr(middleware, step, lambda *_: 1 / 0)
         assert len(exchange(middleware, ASK)) == 2
     assert lines(middleware) == []

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dflash.agreement import tie_bound
-from dflash.checkpoint import load_drafter
+from dflash.checkpoint import drafter_sha256, load_drafter
 from dflash.decode import decode
 from dflash.replay import Request as Recorded
 from dflash.replay import replay
@@ -108,7 +108,8 @@ def test_a_drafter_changes_no_greedy_text_and_every_answer_is_captured(
         assert row["prompt_ids"] == request.prompt == answer.prompt_ids
         assert row["output_ids"] == answer.output_ids
         assert (row["domain"], row["drafter"], row["seed"]) == ("tiny", "v1", request.seed)
-        assert row["spec"] == answer.spec
+        assert (row["accepted"], row["drafted"]) == rounds(answer)
+        assert row["drafter_sha256"] == drafter_sha256(tiny_drafter)
 
 
 def test_served_rounds_are_the_replayed_ones_greedy_and_sampled(learned, models):

@@ -19,7 +19,7 @@ from tests.helpers.logs import RULES, line, pair, parse, reason
 def test_capture_record_becomes_a_row(tmp_path):
     (row,) = parse(tmp_path / "l", line())
     table = pa.Table.from_pylist([row], schema=TRAFFIC)
-    assert {*row, "log"} == {*TRAFFIC.names, "model"}
+    assert {*row, "log"} == {*TRAFFIC.names, "model", "acceptance"}
     got = table.to_pylist()[0]
     assert (got["prompt_ids"], got["output_ids"]) == ([1, 2, 3], [4, 5])
     assert got["loss_mask"] == [{"start": 3, "end": 5}]

@@ -15,7 +15,7 @@ import store.tables
 from jobs import gc, ingest
 from jobs.ingestion import publishing
 from store.lease import Lease, Lost
-from tests.helpers.capture_logs import in_this_process, line, samples, write_log
+from tests.helpers.capture_logs import in_this_process, line, samples, served, write_log
 from tests.helpers.logs import pair
 
 
@@ -291,7 +291,8 @@ class Process:
 
 def content(cfg) -> dict[str, list]:
     """Rows of every table; of logs/ without the time."""
-    found = {name: cfg.table(name).read().to_pylist() for name in ("traffic", "rejects", "logs")}
+    names = ("traffic", "acceptance", "rejects", "logs")
+    found = {name: cfg.table(name).read().to_pylist() for name in names}
     for row in found["logs"]:
         row.pop("ingested_at")
     return {name: sorted(map(repr, rows)) for name, rows in found.items()}
@@ -301,17 +302,17 @@ def test_killed_at_any_point_and_run_again_equals_never_killed(anywhere, tmp_pat
     """SIGKILL an ingest at random moments while its logs grow; compare with a clean run."""
     cfg = anywhere()
     for log in range(4):
-        lines = [line(i) for i in range(log * 300, log * 300 + 350)]
+        lines = [served(i) for i in range(log * 300, log * 300 + 350)]
         write_log(cfg, f"{log}.jsonl", [*lines, "}{\n"])
     chance, ends = random.Random(1), []
     with Process(cfg) as process:
         for step in range(14):
             process.start(chance.uniform(0, 1.0))
             ends.append(process.result())
-            for name in ("traffic", "rejects", "logs"):
+            for name in ("traffic", "acceptance", "rejects", "logs"):
                 cfg.table(name).read()  # nothing is published half
             if step % 3 or ends[-1] >= 0:
-                write_log(cfg, f"{step % 4}.jsonl", [line(5000 + step)], "a")
+                write_log(cfg, f"{step % 4}.jsonl", [served(5000 + step)], "a")
         process.start()
         assert process.result() in range(5)
         process.start()
