@@ -12,9 +12,13 @@ import httpx
 import pytest
 
 from dflash.checkpoint import drafter_sha256, engine_files
+from dflash.identity import target_id
+from jobs import ingest
+from jobs.base.config import load
 from serving.client import Completion, Request, complete
 from serving.vllm_counts import rounds
 from serving.vllm_server import Server
+from tests.helpers.capture_logs import in_this_process
 from tests.serving.conftest import LEARNED
 
 pytest.importorskip("vllm")
@@ -54,6 +58,9 @@ class Admin:
         sha256 = self.deliver(folder, sha256 or None)
         asked = {"version": version, "sha256": sha256, "target_id": target}
         return self.http.post("/load", json=asked)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.http.get("/acceptance?after=0").raise_for_status().json()["rows"]
 
     def activate(self, sha256: str):
         return self.http.post("/activate", json={"sha256": sha256})
@@ -112,11 +119,14 @@ def test_a_swap_equals_a_fresh_load(running, tiny_drafter, learned_drafter):
 
 
 def test_nothing_is_lost_while_sixteen_clients_stream(
-    running, tiny_target, tiny_drafter, learned_drafter, token_file, tmp_path
+    running, tiny_target, tiny_drafter, learned_drafter, token_file, tmp_path, monkeypatch
 ):
-    """Two replicas, both change their drafter four times under load."""
+    """Two replicas, both change their drafter four times under load. Rows of both drafters arrive:
+    in the feed of each, and through the capture of one in acceptance/.
+    """
     settings = {"token_file": token_file, "target_id": TARGET, "drafter_version": "1", **SMALL}
-    with Server(tiny_target, drafter=tiny_drafter, log=tmp_path / "log", **settings) as other:
+    settings |= {"capture": tmp_path / "capture", "log": tmp_path / "log"}
+    with Server(tiny_target, drafter=tiny_drafter, **settings) as other:
         urls = [running.url, other.url]
         answers = complete(urls[0], REQUESTS, 4)
         wanted = {tuple(p): a.text for p, a in zip(LEARNED, answers, strict=True)}
@@ -129,10 +139,35 @@ def test_nothing_is_lost_while_sixteen_clients_stream(
                     changed = admin.activate(staged["sha256"]).raise_for_status().json()
                     pauses.append(changed["pause_seconds"])
                     streams.wait_for(8)
+        fed = [row for url in urls for row in Admin(url).rows()]
+    check_rows(fed, tiny_drafter, learned_drafter)
+    in_this_process(monkeypatch)
+    cfg = load(None, [f"work={tmp_path}", f"target.path={tiny_target}"])
+    captured = target_id(tiny_target)
+    for log in (tmp_path / "capture").iterdir():
+        log.write_text(log.read_text().replace(TARGET, captured))
+    ingest.run(cfg)
+    stored = cfg.table("acceptance").read().to_pylist()
+    check_rows(stored, tiny_drafter, learned_drafter)
     assert streams.faults == []
     assert set(streams.drafters) == {"1", "2"}
     # Measured: 0.14 to 0.44 s on two busy cores. One of eight took 2.5 s, as the machine stalled.
     assert statistics.median(pauses) < 1
+
+
+def check_rows(rows: list[dict[str, Any]], tiny: Path, learned: Path) -> None:
+    """Check that there are rows of both drafters, and that labels are right: only one of the two
+    drafts what is accepted.
+    """
+    shares = {}
+    for name, folder in (("tiny", tiny), ("learned", learned)):
+        sha256 = drafter_sha256(folder)
+        names = (sha256, sha256[:12])
+        mine = [r for r in rows if r.get("drafter_sha256", r["drafter_version"]) in names]
+        assert len(mine) >= 8
+        drafted = sum(sum(row["drafted"]) for row in mine)
+        shares[name] = sum(sum(row["accepted"]) for row in mine) / drafted
+    assert shares["learned"] > shares["tiny"] + 0.3
 
 
 class Streams:
