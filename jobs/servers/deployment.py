@@ -167,7 +167,9 @@ class _counted:
 
 
 def deploy(cfg: Config, token_file: str) -> Any:
-    """Start the book and the replicas; returns when all serve. Ray must be connected."""
+    """Start the book and the replicas; returns when all serve. Ray must be connected. Raises
+    ValueError if Serve gives up.
+    """
     fleet = cfg.fleet
     book = Book.options(name=BOOK, namespace=NAMESPACE, get_if_exists=True).remote()
     ray.get(book.read.remote())
@@ -183,7 +185,13 @@ def deploy(cfg: Config, token_file: str) -> Any:
         graceful_shutdown_wait_loop_s=1,
         graceful_shutdown_timeout_s=60,
     )
-    serve.run(deployment.bind(cfg, token_file), name=APPLICATION, route_prefix="/")
+    try:
+        serve.run(deployment.bind(cfg, token_file), name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        raise ValueError(
+            f"the replicas did not start ({error}): what vLLM said is in "
+            f"{cfg.path('server_logs')}/fleet-*.log"
+        ) from error
     return book
 
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 ASKED = {"model": SERVED_NAME, "prompt": [0, 5, 9, 20], "max_tokens": 16, "temperature": 0}
 
 
-def wait_for(what, seconds: float = 300.0) -> Any:
+def wait_for(what, seconds: float = 600.0) -> Any:
     """The first true value of `what()`."""
     deadline = time.monotonic() + seconds
     while not (found := what()):
