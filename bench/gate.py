@@ -61,20 +61,22 @@ def tokens(rng: np.random.Generator, chance: Floats, rounds: NDArray[np.int64]) 
     return np.add.reduceat(made, np.cumsum(rounds) - rounds).astype(np.float64)
 
 
-def domain(rng: np.random.Generator, size: int, shift: float, seed: int) -> tuple[Estimate, float]:
+def domain(
+    rng: np.random.Generator, draws: Resamples, size: int, shift: float
+) -> tuple[Estimate, float]:
     """The paired gain in one simulated domain, and the tau before it."""
     rounds, ease = rng.geometric(1 / ROUNDS, size), eases(rng, size)
     below = rounds.astype(np.float64)
     ours, theirs = (tokens(rng, chances(rng, ease, s), rounds) for s in (shift, 0.0))
     terms: list[Term] = [(1.0, ours, below), (-1.0, theirs, below)]
-    draws = Resamples([f"{i:04}" for i in range(size)], DRAWS, seed)
     return draws.estimate(*terms, limits=(1.0, K + 1.0)), float(theirs.sum() / below.sum())
 
 
 def shares(size: int, effect: float, count: int) -> dict[int, dict[str, float]]:
     """{number of domains judged together: share of each verdict on one of them}."""
     rng, shift = np.random.default_rng([size, round(1000 + 100 * effect)]), shift_for(effect)
-    found = [domain(rng, size, shift, seed) for seed in range(count)]
+    draws = Resamples([f"{i:04}" for i in range(size)], DRAWS)
+    found = [domain(rng, draws, size, shift) for _ in range(count)]
     limits, told = read_rules("").domains, {}
     for parts in PARTS:
         named: list[dict[str, Any]] = [

@@ -103,7 +103,7 @@ def judge(rules: Rules, evaluation: Fields, champion: Version | None) -> list[Fi
         fix = f"set {short_name(name)} was not measured: {why}"
         found.append(Finding(rule="regression", verdict="hold", fix=fix))
     for name, one in evaluation.get("regression", {}).items():
-        if champion is not None and one["baseline"] is not None:
+        if one["baseline"] is not None:
             part = one["baseline"]["judged"][0] | {"name": name}
             found.append(loss("regression", rules.regression, part))
     return [*found, _leaks(rules, evaluation["leaking"])]

@@ -84,10 +84,10 @@ def known_costs(
     this drafter, else the latest of one with the same shape, since weights do not change costs.
     Without any: ([], None).
     """
-    keys = ["drafter_sha256", "target_id", "ok"]
+    keys = ["drafter_sha256", "target_id"]
     key, alike = costs_key(cfg), None
     for found in newest_json(cfg.place("verified"), keys):
-        if not found["ok"] or not found.get("costs") or found.get("costs_key") != key:
+        if not found.get("ok") or not found.get("costs") or found.get("costs_key") != key:
             continue
         if found["drafter_sha256"] == sha256:
             alike = found

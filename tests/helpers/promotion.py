@@ -15,6 +15,8 @@ from dflash.model import Drafter
 from jobs import promote
 from jobs.base.config import Config, load
 from jobs.base.drafter_folders import MARK
+from jobs.promotion.gate import judge
+from jobs.promotion.rules import read_rules
 from jobs.proof.choose_k import Cost
 from jobs.proof.kept_results import costs_key
 from jobs.registry.versions import Registry, resolve
@@ -111,6 +113,12 @@ def evaluate(cfg: Config, folder, tau=2.0, against=None, gain=0.2, shape=SHAPE, 
     place, name = cfg.place("evaluations"), f"{folder.name}.json"
     write_json(place, name, evaluation | changes)
     return Path(f"{place}/{name}")
+
+
+def reasons(evaluation, champion=None):
+    """What the gate has against an evaluation, by the rules of the package."""
+    found = judge(read_rules(""), evaluation, champion)
+    return [one.reason for one in found if one.verdict != "pass"]
 
 
 def part(name: str, before: float, delta: float, half: float = 0.1, conversations: int = 20):
