@@ -18,7 +18,7 @@ from store.ids import drafter_version
 Row = dict[str, Any]
 COLUMNS = ["#", "when (UTC)", "who", "action", "version", "drafter", "from", "tau", "95 %", "gain"]
 REASON = 200
-"""Characters of a reason in the table; the JSON line has all of it."""
+"""Characters of a reason that are shown; the JSON line has all of it."""
 
 
 def run(cfg: Config) -> dict[str, Any]:
@@ -31,8 +31,9 @@ def run(cfg: Config) -> dict[str, Any]:
     for line, row in zip(lines, rows, strict=True):
         ends = row["tau_ci"] and "{:.3f} .. {:.3f}".format(*row["tau_ci"])
         line += [row["version"], row["drafter"], row["base"], row["tau"], ends, row["gain"]]
-        line.append(visible(row["reason"] or "", REASON))
-    print_table(f"Decisions in {cfg.place('promotions')}", [*COLUMNS, "why"], lines, most=None)
+    print_table(f"Decisions in {cfg.place('promotions')}", COLUMNS, lines, most=None)
+    for row in rows:
+        console.print(f"{row['number']}, {row['action']}: {visible(row['reason'] or '', REASON)}")
     family = tree(bases)
     if family:
         console.print("which drafter came from which:")

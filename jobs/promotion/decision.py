@@ -54,7 +54,11 @@ def decide(
     if foreign:
         found = [Finding(rule="target", verdict="refuse", fix="; ".join(foreign))]
         return Decision(findings=found, k=[], rollout=rollout)
-    compared = gate.comparison(candidate.evaluation, champion)
+    if champion is not None and champion.sha256 == candidate.sha256:
+        compared = Finding(rule="champion", verdict="pass", fix="it is this drafter")
+        champion = None
+    else:
+        compared = gate.comparison(candidate.evaluation, champion)
     found = [Finding(rule="target", verdict="pass"), compared]
     if compared.verdict == "pass":  # else the numbers say nothing about this champion
         found += gate.judge(rules, candidate.evaluation, champion)
