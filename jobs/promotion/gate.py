@@ -42,7 +42,7 @@ class Finding:
 
 def verdict(findings: list[Finding]) -> Verdict:
     """The worst of all."""
-    return max((one.verdict for one in findings), key=ORDER.index)
+    return ORDER[max(ORDER.index(one.verdict) for one in findings)]
 
 
 def show(findings: list[Finding]) -> None:
@@ -224,7 +224,7 @@ def _more(count: int | None, reach: float | None, wanted: float, whose: str = ""
     """
     if not count or not reach or wanted <= 0:
         return ": more held-out conversations would decide"
-    more = ceil(count * (reach / wanted) ** 2) - count
+    more = ceil(round(count * (reach / wanted) ** 2, 6)) - count
     return f": about {max(more, 1)} more held-out conversations{whose} would decide"
 
 

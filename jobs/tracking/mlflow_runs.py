@@ -138,7 +138,8 @@ def origin(client: MlflowClient, cfg: Config, name: str) -> dict[str, str]:
     found = _find_run(client, experiment_id(client, cfg), name)
     if found is None:
         return {}
-    sources = [one.dataset.source for one in found.inputs.dataset_inputs]
+    known = found.inputs.dataset_inputs if found.inputs else []
+    sources = [one.dataset.source for one in known]
     inputs = json.loads(sources[0]).get("tags", {}) if sources else {}
     base = found.data.params.get("base")
     return inputs | ({"base": base} if base else {})

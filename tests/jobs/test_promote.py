@@ -130,7 +130,7 @@ def edit(path, change):
     ("found", "verdict", "reason"),
     [
         (part("b", 2.0, -0.2, half=0.1), "refuse", "a loss of more than 2.0% of tau 2.000 is"),
-        (part("b", 2.0, -0.1, half=0.3), "hold", "about 160 more held-out conversations of b"),
+        (part("b", 2.0, -0.1, half=0.32), "hold", "about 160 more held-out conversations of b"),
         (part("b", 2.0, -0.12, half=0.1), "pass", ""),  # a loss of 10 % would have been refused
         (part("b", 2.0, 0.2, half=0.3), "pass", ""),  # a loss of 10 % is excluded
         (part("b", 2.0, -0.2) | {"ci_corrected": None, "ci": None}, "hold", "fewer than 5"),

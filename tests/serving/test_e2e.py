@@ -129,7 +129,7 @@ def test_where_k_is_0_nothing_is_drafted_and_a_smaller_batch_drafts_again(
         accepted, drafted = rounds(answer)
         assert set(drafted[:-1]) == {3}
         assert sum(accepted) + len(accepted) == len(answer.output_ids) - 1
-    counted = [answer.spec["per_step_accepted"] or [] for answer in at_once]
+    counted = [(answer.spec or {})["per_step_accepted"] or [] for answer in at_once]
     in_rounds = sum(sum(accepted) + len(accepted) for accepted in counted)
     assert in_rounds < sum(len(answer.output_ids) - 1 for answer in at_once) / 2
 

@@ -164,6 +164,7 @@ def test_intervals_of_several_parts_together_are_wider():
     alone, one = found.among(1), found.among(5)
     assert alone[0] == pytest.approx(found.interval)
     assert found.interval is not None
+    assert found.error is not None
     assert one[0] is not None
     for narrow, wide in zip(found.interval, one[0], strict=True):
         assert wide - found.value == pytest.approx(1.4366 * (narrow - found.value), rel=1e-4)
