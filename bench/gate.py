@@ -24,7 +24,7 @@ from jobs.promotion.rules import read_rules
 K, ROUNDS, DRAWS = 7, 40, 1000
 CHANCE, SPREAD, OWN = 0.5, 0.15, 0.05
 """Mean chance of acceptance, and standard deviations over conversations: common to both drafters,
-and of each alone. With them the old rule refuses equal drafters as often as it did on real walks:
+and of each alone. With them the old rule refuses equal drafters about as often as it was reported:
 in 82 % of cases with 5 domains of 30 conversations."""
 OLD = 0.05
 PARTS, SIZES = (2, 5, 20), (10, 30, 100, 200)
