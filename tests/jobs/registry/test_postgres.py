@@ -103,6 +103,7 @@ def test_a_server_that_goes_away_comes_back_and_hand_made_changes(start, on, cap
     evaluate(cfg, second, against=first)
     words = [f"work={cfg.work}", f"scratch={cfg.scratch}", f"target.path={cfg.target_path}"]
     words += [f"mlflow.uri={url}", f"mlflow.model={cfg.mlflow.model}"]
+    capsys.readouterr()
     assert cli.main(["promote", str(second), *words]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
