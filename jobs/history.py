@@ -76,7 +76,7 @@ def _row(record: Row, bases: dict[str, str | None]) -> Row:
         "tau_ci": tau.get("ci"),
         "gain": baseline.get("delta"),
         "gain_ci": baseline.get("delta_ci"),
-        "k": evidence.get("k"),
+        "k_by_batch_size": evidence.get("k_by_batch_size"),
         "rollout": evidence.get("rollout"),
         "reason": record["reason"],
     }

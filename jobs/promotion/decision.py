@@ -37,7 +37,11 @@ class Decision:
 
     def evidence(self) -> dict[str, Any]:
         """For the record of the decision."""
-        return {"rules": gate.as_rows(self.findings), "k": self.k, "rollout": self.rollout}
+        return {
+            "rules": gate.as_rows(self.findings),
+            "k_by_batch_size": self.k,
+            "rollout": self.rollout,
+        }
 
 
 def decide(

@@ -149,13 +149,17 @@ def test_k_is_zero_where_nothing_pays_and_the_floor_is_a_rule(cfg, tmp_path):
     cost(cfg, step=0.010, rounds=0.010, each=0.0019)
     found = promote.plan(cfg)["plan"]
     assert found["decision"] == "promoted"
-    assert found["k"] == [2, 2, 1, 1, 1, 0]
+    assert found["k_by_batch_size"] == [2, 2, 1, 1, 1, 0]
     values = {row["rule"]: row["value"] for row in found["rules"]}
     assert values["speed, 1 at once"] == pytest.approx((1 + 1 / 1.2) * 11.9 / 15.7)
     assert values["speed, 8 at once"] < 1
     higher = cfg.override("promote", gate=rules(tmp_path, "speed: {floor: [1, 1, 1.4]}"))
-    assert promote.plan(higher)["plan"]["k"] == [2, 2, 0]
-    assert promote.run(cfg)["k"] == found["k"] == versions.served_k(cfg, "1")
+    assert promote.plan(higher)["plan"]["k_by_batch_size"] == [2, 2, 0]
+    assert (
+        promote.run(cfg)["k_by_batch_size"]
+        == found["k_by_batch_size"]
+        == versions.served_k(cfg, "1")
+    )
 
 
 def test_without_costs_it_is_held_unless_the_rule_says_otherwise(cfg, tmp_path):
@@ -171,7 +175,7 @@ def test_without_costs_it_is_held_unless_the_rule_says_otherwise(cfg, tmp_path):
     assert promote.run(cfg)["decision"] == "held"
     free = cfg.override("promote", gate=rules(tmp_path, "speed: {required: false}"))
     summary = promote.run(free)
-    assert (summary["decision"], summary["k"]) == ("promoted", [])
+    assert (summary["decision"], summary["k_by_batch_size"]) == ("promoted", [])
     (row,) = [row for row in summary["rules"] if row["rule"] == "speed"]
     assert row["fix"] == "not measured, and speed.required is false"
 

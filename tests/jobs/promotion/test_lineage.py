@@ -83,7 +83,7 @@ def test_history_shows_who_when_why_and_which_came_from_which(cfg, capsys):
     assert [row["gain"] for row in rows] == [None, 0.2, -0.2, None]
     assert rows[1]["tau_ci"] == [1.9, 2.1]
     assert rows[1]["base"] == drafter_version(drafter_sha256(first))
-    assert rows[1]["rollout"] == "swap"
+    assert (rows[1]["rollout"], rows[1]["k_by_batch_size"]) == ("swap", [3])
     assert rows[2]["reason"].startswith("gain: the lower end")
     assert all("@" in row["who"] for row in rows)
     names = [drafter_version(drafter_sha256(cfg.path("drafters", n))) for n in ("one", "two")]
