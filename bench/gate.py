@@ -19,7 +19,7 @@ from bench.harness import report
 from jobs.evaluation.intervals import Estimate, Resamples, Term
 from jobs.evaluation.summaries import judged
 from jobs.promotion.gate import loss
-from jobs.promotion.rules import read_rules
+from jobs.promotion.gate_rules import read_rules
 
 K, ROUNDS, DRAWS = 7, 40, 1000
 CHANCE, SPREAD, OWN = 0.5, 0.15, 0.05

@@ -17,8 +17,8 @@ from jobs.promotion import gate
 from jobs.promotion.candidate import Candidate, evidence, read_candidate, tags
 from jobs.promotion.champion_moves import Moves, promoting
 from jobs.promotion.decision import Decision, decide
+from jobs.promotion.gate_rules import Rules, read_rules
 from jobs.promotion.lineage import lineage
-from jobs.promotion.rules import Rules, read_rules
 from jobs.registry.versions import CHALLENGER, CHAMPION, K, Version, opened
 
 WORDS = {"pass": "promoted", "hold": "held", "refuse": "refused"}

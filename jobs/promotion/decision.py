@@ -9,8 +9,8 @@ from jobs.base.target_facts import target_config
 from jobs.promotion import gate
 from jobs.promotion.candidate import Candidate
 from jobs.promotion.gate import Finding
-from jobs.promotion.rules import Rules
-from jobs.promotion.speed import judge_speed
+from jobs.promotion.gate_rules import Rules
+from jobs.promotion.speed_rule import judge_speed
 from jobs.proof.kept_results import preflight_verdict
 from jobs.registry.versions import Version
 

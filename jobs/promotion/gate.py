@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jobs.base.console import print_table, short_name, some_names
 from jobs.evaluation.intervals import FEWEST
-from jobs.promotion.rules import Losses, Rules
+from jobs.promotion.gate_rules import Losses, Rules
 from jobs.registry.versions import Version
 
 Fields = dict[str, Any]

@@ -16,7 +16,7 @@ from jobs import promote
 from jobs.base.config import Config, load
 from jobs.base.drafter_folders import MARK
 from jobs.promotion.gate import judge
-from jobs.promotion.rules import read_rules
+from jobs.promotion.gate_rules import read_rules
 from jobs.proof.choose_k import Cost
 from jobs.proof.kept_results import costs_key
 from jobs.registry.versions import Registry, resolve

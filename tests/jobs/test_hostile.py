@@ -17,7 +17,7 @@ from jobs.base.console import NAME, console, print_table, short_name, some_names
 from jobs.dataset.slices import SHOWN, largest, largest_rows, slices
 from jobs.machine import resources
 from jobs.promotion import gate
-from jobs.promotion.rules import read_rules
+from jobs.promotion.gate_rules import read_rules
 from jobs.proof import verify_table
 from jobs.reporting import plotting
 from store.labels import clean

@@ -11,7 +11,7 @@ import pytest
 from jobs import promote, rollback
 from jobs.base import cli
 from jobs.base.settings import read_yaml
-from jobs.promotion.rules import DEFAULT, read_rules
+from jobs.promotion.gate_rules import DEFAULT, read_rules
 from jobs.proof import kept_results
 from jobs.registry import versions
 from store import promotions

@@ -3,7 +3,7 @@
 from jobs.base.config import Config
 from jobs.promotion.candidate import Candidate
 from jobs.promotion.gate import Finding
-from jobs.promotion.rules import Speed
+from jobs.promotion.gate_rules import Speed
 from jobs.proof.choose_k import Choice, by_batch, choices
 from jobs.proof.kept_results import known_costs
 
