@@ -5,7 +5,7 @@ from jobs.promotion.candidate import Candidate
 from jobs.promotion.gate import Finding
 from jobs.promotion.gate_rules import Speed
 from jobs.proof.choose_k import Choice, by_batch, choices
-from jobs.proof.kept_results import known_costs
+from jobs.proof.kept_results import known_costs, verify_faults
 
 UNIT = "times plain decoding"
 
@@ -22,6 +22,8 @@ def judge_speed(cfg: Config, rule: Speed, candidate: Candidate) -> tuple[list[Fi
         fix = f"run `flywheel verify {candidate.folder}`, which measures what a round costs"
         if cfg.serve.k:
             fix += " where serve.k is empty"
+        if faults := verify_faults(cfg, candidate.sha256):
+            fix = f"its `flywheel verify` failed, so its costs decide nothing: {'; '.join(faults)}"
         if rule.required:
             return [Finding(rule="speed", verdict="hold", unit=UNIT, fix=fix)], []
         note = "not measured, and speed.required is false"

@@ -66,6 +66,15 @@ def verify_result(cfg: Config, folder: Path, rows: Sequence[dict[str, Any]]) -> 
     return cfg.place("verified"), f"{key}.json"
 
 
+def verify_faults(cfg: Config, sha256: str) -> list[str]:
+    """What the latest `verify` of this drafter found wrong; [] if it passed or never ran."""
+    wanted = {"drafter_sha256": sha256, "target_id": target_id(cfg.target_path)}
+    for found in newest_json(cfg.place("verified"), list(wanted)):
+        if wanted.items() <= found.items():
+            return found.get("faults", [])
+    return []
+
+
 def costs_key(cfg: Config) -> str:
     """What the costs of a round depend on beside the drafter's shape: target, dtype, settings of
     the server, vLLM.

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from dflash.checkpoint import drafter_sha256
+from dflash.identity import target_id
 from jobs import promote, rollback
 from jobs.base import cli
 from jobs.base.settings import read_yaml
@@ -171,6 +173,10 @@ def test_without_costs_it_is_held_unless_the_rule_says_otherwise(cfg, tmp_path):
     assert summary["reasons"] == [
         f"speed: run `flywheel verify {folder}`, which measures what a round costs"
     ]
+    failed = {"ok": False, "drafter_sha256": drafter_sha256(folder), "faults": ["texts differ"]}
+    failed |= {"target_id": target_id(cfg.target_path), "costs": []}
+    write_json(cfg.place("verified"), "failed.json", failed)
+    assert "its `flywheel verify` failed" in promote.run(cfg)["reasons"][0]
     cost(cfg, replace(SHAPE, block_size=8))  # another shape has other costs
     assert promote.run(cfg)["decision"] == "held"
     free = cfg.override("promote", gate=rules(tmp_path, "speed: {required: false}"))
