@@ -1,32 +1,50 @@
-"""flywheel promote [FOLDER]
+"""flywheel promote [--plan] [FOLDER] [promote.gate=FILE]
 
-Make an evaluated drafter the champion. Under a lease: compare it with the present champion (the
-gate), move the aliases `previous` and `champion`, and write a record to <work>/promotions. A
-refused drafter for this target is registered as `challenger`; its record says why it was refused,
-and the command exits 1.
+Make an evaluated drafter the champion. Under a lease: compare it with the present champion by the
+rules of the gate, move the aliases `previous` and `champion`, and write a record to
+<work>/promotions. A drafter for this target that is refused, or held since there is too little
+data, is registered as `challenger`; its record says why, and the command exits 1. With --plan
+(--dry-run) it prints every rule with its evidence and changes nothing.
 """
 
+import json
 from typing import Any
 
-from dflash.identity import legacy_target_id
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
-from jobs.base.target_facts import target_config
 from jobs.promotion import gate
 from jobs.promotion.candidate import Candidate, evidence, read_candidate, tags
 from jobs.promotion.champion_moves import Moves, promoting
-from jobs.proof.kept_results import preflight_passed
-from jobs.registry.versions import CHALLENGER, CHAMPION, Version
+from jobs.promotion.decision import Decision, decide
+from jobs.promotion.gate_rules import Rules, read_rules
+from jobs.promotion.lineage import lineage
+from jobs.registry.versions import CHALLENGER, CHAMPION, K, Version, opened
+
+WORDS = {"pass": "promoted", "hold": "held", "refuse": "refused"}
+
+
+def plan(cfg: Config) -> dict[str, Any]:
+    """What `run` would decide, with the evidence of every rule; writes nothing."""
+    rules, candidate, registry = read_rules(cfg.promote.gate), read_candidate(cfg), opened(cfg)
+    champion = registry.current(CHAMPION) if registry else None
+    known = registry.known(candidate.folder, candidate.sha256) if registry else None
+    decision = decide(cfg, rules, candidate, champion, known)
+    gate.show(decision.findings)
+    same = known is not None and champion is not None and known.number == champion.number
+    word = "unchanged" if same else WORDS[decision.verdict]
+    console.print(f"it would be {word}; nothing was changed")
+    found = {"drafter": str(candidate.folder), "decision": word, **decision.evidence()}
+    return {"stage": "promote", "plan": found}
 
 
 def run(cfg: Config) -> dict[str, Any]:
     """Promote `promote.drafter` (default: the newest) if the gate passes; returns the decision.
 
     Raises ValueError for a folder that is not a drafter, was not evaluated or has changed since its
-    evaluation, and when another promotion holds the lease.
+    evaluation, for a file of rules that cannot be read, and when another promotion holds the lease.
     """
-    candidate = read_candidate(cfg)
+    rules, candidate = read_rules(cfg.promote.gate), read_candidate(cfg)
     if not cfg.place().is_local and not cfg.mlflow.uri:
         console.print(
             f"note: {cfg.place()} can be used by several hosts, but the registry is a file of this "
@@ -35,99 +53,63 @@ def run(cfg: Config) -> dict[str, Any]:
     with promoting(cfg) as moves:
         champion = moves.registry.current(CHAMPION)
         moves.complete_history(champion)
-        return _decide(cfg, moves, candidate, champion)
+        return _decide(cfg, rules, moves, candidate, champion)
 
 
 def _decide(
-    cfg: Config, moves: Moves, candidate: Candidate, champion: Version | None
+    cfg: Config, rules: Rules, moves: Moves, candidate: Candidate, champion: Version | None
 ) -> dict[str, Any]:
-    foreign = _foreign(cfg, candidate)
-    if foreign:
-        return _refuse(moves, candidate, champion, None, foreign)
     registry = moves.registry
-    version = registry.register(candidate.folder, tags(candidate))
+    known = registry.known(candidate.folder, candidate.sha256)
+    decision = decide(cfg, rules, candidate, champion, known)
+    why = evidence(candidate) | decision.evidence()
+    if decision.findings[0].verdict == "refuse":  # for another target: it gets no version
+        moves.record("refuse", champion, None, candidate.sha256, _text(decision), why)
+        return _report("refused", candidate, champion, None, decision)
+    labels = tags(candidate) | lineage(cfg, registry, candidate)
+    if decision.k:
+        labels[K] = json.dumps(decision.k)
+    version = registry.register(candidate.folder, labels)
     if champion is not None and champion.number == version.number:
         registry.drop_alias(CHALLENGER, version)
-        return _report("unchanged", candidate, champion, version, [])
+        return _report("unchanged", candidate, champion, version, decision)
     registry.set_alias(CHALLENGER, version)
-    reasons = gate.stale(candidate.evaluation, champion)
-    if cfg.promote.require_preflight:
-        reasons += _not_proven(cfg, candidate)
-    if version.bad:
-        reasons.append(f"version {version.number} was rolled back: {version.bad}")
-    if not reasons:
-        reasons = gate.refusals(cfg.promote, candidate.evaluation, champion)
-        if champion is not None and not cfg.promote.new_shape:
-            # An older release of this package did not record some options; it had them off (0).
-            known = dict.fromkeys(candidate.compat, 0) | champion.compat
-            # The former id did not cover all bytes of the target. But the evaluation replayed this
-            # very champion, on the target that it names.
-            if known["target_id"] == legacy_target_id(cfg.target_path):
-                known["target_id"] = candidate.evaluation["target_id"]
-            shape = gate.mismatches(candidate.compat, known, "the champion")
-            reasons += [f"{fault} (promote.new_shape=true allows it)" for fault in shape]
-    if reasons:
-        return _refuse(moves, candidate, champion, version, reasons)
-    moves.move("promote", champion, version, "gate passed", evidence(candidate))
+    if decision.verdict != "pass":
+        action, text = decision.verdict, _text(decision)
+        moves.record(action, champion, version.number, candidate.sha256, text, why)
+        return _report(WORDS[action], candidate, champion, version, decision)
+    moves.move("promote", champion, version, "gate passed", why)
     registry.drop_alias(CHALLENGER, version)
-    return _report("promoted", candidate, champion, version, [])
+    return _report("promoted", candidate, champion, version, decision)
 
 
-def _foreign(cfg: Config, candidate: Candidate) -> list[str]:
-    """Why a drafter is not for this target, field by field. No setting can allow such a drafter."""
-    target = target_config(cfg)
-    ours = {
-        "target_id": candidate.compat["target_id"],
-        "hidden_size": target["hidden_size"],
-        "vocab_size": target["vocab_size"],
-        "num_target_layers": target["num_hidden_layers"],
-    }
-    drafter = candidate.compat | {"target_id": candidate.evaluation["target_id"]}
-    return gate.mismatches(drafter, ours, "the target")
-
-
-def _not_proven(cfg: Config, candidate: Candidate) -> list[str]:
-    """Why it is not proven that the serving engine drafts what replay does; empty if it is."""
-    if preflight_passed(cfg, candidate.folder):
-        return []
-    return [
-        "no passed preflight under these settings (promote.require_preflight): run "
-        f"`flywheel preflight {candidate.folder}`"
-    ]
-
-
-def _refuse(
-    moves: Moves,
-    candidate: Candidate,
-    champion: Version | None,
-    version: Version | None,
-    reasons: list[str],
-) -> dict[str, Any]:
-    number = version.number if version else None
-    text = "; ".join(reasons)
-    moves.record("refuse", champion, number, candidate.sha256, text, evidence(candidate))
-    return _report("refused", candidate, champion, version, reasons)
+def _text(decision: Decision) -> str:
+    return "; ".join(decision.reasons)
 
 
 def _report(
-    decision: str,
+    word: str,
     candidate: Candidate,
     champion: Version | None,
     version: Version | None,
-    reasons: list[str],
+    decision: Decision,
 ) -> dict[str, Any]:
     number = version.number if version else None
     before = champion.number if champion else None
+    gate.show(decision.findings)
     console.print(
-        f"{decision}: drafter {candidate.folder.name} (version {number or 'none'}), "
+        f"{word}: drafter {candidate.folder.name} (version {number or 'none'}), "
         f"champion before: {before or 'none'}"
     )
+    reasons = [] if word in ("promoted", "unchanged") else decision.reasons
     if reasons:
-        print_table("Refused because", ["reason"], [[reason] for reason in reasons])
+        print_table(f"{word.capitalize()} because", ["reason"], [[reason] for reason in reasons])
+    if word == "promoted":
+        console.print(f"servers {decision.rollout}")
     return {
         "stage": "promote",
-        "ok": decision != "refused",
-        "decision": decision,
+        "ok": word in ("promoted", "unchanged"),
+        "decision": word,
         "version": number,
         "previous": before,
         "drafter": str(candidate.folder),
@@ -135,6 +117,7 @@ def _report(
         "compat_key": candidate.key,
         "tau": candidate.evaluation["tau"]["pooled"],
         "reasons": reasons,
+        **decision.evidence(),
     }
 
 

@@ -49,7 +49,8 @@ def run(cfg: Config) -> dict[str, Any]:
 
 def _earlier(cfg: Config, registry: Registry, champion: Version) -> tuple[Version, list[str]]:
     """The latest former champion that can be used, and why later ones cannot."""
-    records = [r for r in promotions.read(cfg.table("promotions")) if r["action"] != "refuse"]
+    records = promotions.read(cfg.table("promotions"))
+    records = [r for r in records if r["action"] in promotions.MOVES]
     numbers = dict.fromkeys(record["to_version"] for record in reversed(records))
     skipped = []
     for number in numbers:

@@ -1,12 +1,12 @@
-"""flywheel verify
+"""flywheel verify [FOLDER]
 
-Prove the champion on a real server, in four parts:
+Prove a drafter (default: the champion) on a real server, in four parts:
 
 - serve the target with it on the held-out prompts, replay the answers, and compare with the
   acceptance that vLLM counted,
 - compare the greedy text with and without the drafter; a server without a drafter is the judge, and
   how it re-reads its own answers is the control,
-- choose K from measured cost and replayed acceptance,
+- choose K from measured cost and replayed acceptance; `promote` reads the costs,
 - measure the speed-up.
 
 Results are kept in <work>/verified; exits 1 if a limit is exceeded.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.acceptance import tau
-from dflash.checkpoint import drafter_sha256, read_config
+from dflash.checkpoint import compat_fields, drafter_sha256, read_config
 from dflash.identity import target_id
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
@@ -25,8 +25,9 @@ from jobs.base.devices import require_fit
 from jobs.dataset.acceptance_rows import commit_served, stored_walks
 from jobs.dataset.samples import load_rows
 from jobs.dataset.slices import Row, Walks, pick, taus_by_slice
+from jobs.evaluation.drafters import find_drafter
 from jobs.proof.greedy_requests import servable
-from jobs.proof.kept_results import verify_result
+from jobs.proof.kept_results import costs_key, verify_result
 from jobs.proof.measurements import measure
 from jobs.proof.reference_check import check_reference
 from jobs.proof.speed import speed_domain
@@ -40,15 +41,12 @@ from store.place import read_json, write_json
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Verify the champion; returns the measurements, kept ones if they passed.
+    """Verify `verify.drafter`; returns the measurements, kept ones if they passed.
 
-    `ok` is false if a limit is exceeded; `faults` says which. Raises ValueError without a champion
+    `ok` is false if a limit is exceeded; `faults` says which. Raises ValueError without a drafter
     or held-out samples, and if no server fits into memory.
     """
-    found = resolve(cfg, "champion")
-    if found is None:
-        raise ValueError("there is no champion to verify: run `flywheel promote` first")
-    version, folder = found
+    version, folder = _drafter(cfg)
     shape = read_config(folder)
     held_out = load_rows(cfg, cfg.evaluate.split, taps=shape.target_layer_ids)
     speed_domain(cfg, held_out)  # without a round there is nothing to serve
@@ -63,14 +61,26 @@ def run(cfg: Config) -> dict[str, Any]:
         return published(cfg, known) | {"reused": True}
     result = {
         "stage": "verify",
-        "version": str(version),
+        "version": version,
         "drafter": folder.name,
         "drafter_sha256": drafter_sha256(folder),
         "target_id": target_id(cfg.target_path),
-        **prove(cfg, folder, str(version), rows, walks),
+        "compat": compat_fields(shape, target_id(cfg.target_path)),
+        "costs_key": costs_key(cfg),
+        **prove(cfg, folder, f"v{version}" if version else folder.name, rows, walks),
     }
     show(result)
     return published(cfg, write_json(*kept, result)) | {"reused": False}
+
+
+def _drafter(cfg: Config) -> tuple[str | None, Path]:
+    """(version in the registry, folder) of the drafter to verify; no version for a named folder."""
+    if cfg.verify.drafter:
+        return None, find_drafter(cfg, cfg.verify.drafter)
+    found = resolve(cfg, "champion")
+    if found is None:
+        raise ValueError("there is no champion to verify: name a folder, `flywheel verify FOLDER`")
+    return found
 
 
 def published(cfg: Config, result: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +89,7 @@ def published(cfg: Config, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def prove(
-    cfg: Config, folder: Path, version: str, rows: list[Row], walks: dict[int, Walks]
+    cfg: Config, folder: Path, name: str, rows: list[Row], walks: dict[int, Walks]
 ) -> dict[str, Any]:
     """Serve and measure, commit the served acceptance, replay and decode, and conclude."""
     domain = speed_domain(cfg, rows)
@@ -88,7 +98,7 @@ def prove(
     require_fit(cfg, "verify")
     with Servers(cfg, folder, min(have.servers, MOST)) as servers:
         measured = measure(cfg, servers, rows, taus)
-    commit_served(cfg, folder, rows, measured.answers, f"verify-v{version}")
+    commit_served(cfg, folder, rows, measured.answers, f"verify-{name}")
     compared = compare_served(cfg, folder, rows, measured.answers, measured.k)
     if not compared.rounds:
         raise ValueError(f"{compared.unchecked}: hold out longer answers, or set evaluate.split")

@@ -47,11 +47,13 @@ def check_drafter(
     config = read_config(drafter)
     _check_shapes(drafter, config, read_target_config(target))
     k = tuple(k) or (config.num_drafts,)
-    if not all(1 <= one <= config.num_drafts for one in k):
+    if not all(0 <= one <= config.num_drafts for one in k):
         raise ValueError(
             f"k = {list(k)}: drafter {drafter} has blocks of {config.block_size}, "
-            f"so k lies in 1..{config.num_drafts} (empty: {config.num_drafts})"
+            f"so k lies in 0..{config.num_drafts} (empty: {config.num_drafts}; 0: no drafts)"
         )
+    if not any(k):
+        raise ValueError(f"k = {list(k)} drafts nothing at any batch size: name no drafter")
     largest = config.max_position_embeddings - max(k)
     if largest < max_model_len:
         raise ValueError(

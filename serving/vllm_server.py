@@ -159,7 +159,8 @@ class Server:
 
         k[b - 1] drafts per round while b requests decode, k[-1] for every larger batch: the larger
         the batch, the more plain steps a round of K drafts costs. vLLM gives a DFlash drafter K + 1
-        slots in each round, so a round is what replay computes at that K.
+        slots in each round, so a round is what replay computes at that K. At 0 nothing is drafted,
+        but the drafter still reads the context, so that a smaller batch can draft again.
         """
         args = ["--model", str(self.target), "--served-model-name", SERVED_NAME]
         args += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]

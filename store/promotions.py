@@ -15,6 +15,8 @@ from store.lease import Lease, Lost
 from store.schemas import PROMOTIONS
 from store.tables import Conflict, Table
 
+MOVES = ("promote", "rollback")
+"""Actions that change the champion."""
 TRIES = 60
 
 

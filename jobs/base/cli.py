@@ -34,10 +34,11 @@ STAGES = {
     "evaluate": ("jobs.evaluate", "replay a drafter on held-out conversations -> acceptance/"),
     "preflight": ("jobs.preflight", "prove a drafter on the engine that will serve it"),
     "promote": ("jobs.promote", "make an evaluated drafter the champion, if the gate passes"),
+    "history": ("jobs.history", "every decision about champions: who, when, why, with numbers"),
     "rollback": ("jobs.rollback", "make the previous champion the champion again"),
     "serve": ("jobs.serve", "run vLLM with the target and a drafter"),
     "fleet": ("jobs.fleet", "replicas of vLLM behind one endpoint, until Ctrl-C"),
-    "verify": ("jobs.verify", "serve the champion: served beside replayed tau, text, speed"),
+    "verify": ("jobs.verify", "serve a drafter: served beside replayed tau, text, speed"),
     "methods": ("jobs.methods", "other ways to draft on the same traffic: tau, speed, latency"),
     "report": ("jobs.report", "one HTML page about what was measured"),
     "sql": ("jobs.sql", "answer a question over acceptance/ (flywheel sql NAME)"),
@@ -56,9 +57,10 @@ POSITIONAL = {
     "preflight": "preflight.drafter",
     "promote": "promote.drafter",
     "fleet": "fleet.action",
+    "verify": "verify.drafter",
 }
 # Stages with `plan(cfg)`: what `run` would do, for --plan.
-PLANNED = ("select", "train", "gc", "cache")
+PLANNED = ("select", "train", "promote", "gc", "cache")
 # Stages that do not read what other stages wrote.
 ANY_LAYOUT = ("migrate", "doctor", "target")
 # Import name -> the extra that installs it, for the message about a missing package.
@@ -199,7 +201,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
     parser.add_argument(
-        "--plan", action="store_true", help="say what the stage would do, and change nothing"
+        "--plan",
+        "--dry-run",
+        action="store_true",
+        help="say what the stage would do, and change nothing",
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of a user error")
     return parser

@@ -15,6 +15,17 @@ import yaml
 from store.place import check_url
 
 T = TypeVar("T")
+MOVED = {
+    f"promote.{old}": f"it is the rule {new} of the gate's file now, see promote.gate"
+    for old, new in {
+        "min_gain": "gain.min",
+        "min_tau": "tau.min",
+        "max_domain_loss": "domains.max_loss (a share of tau)",
+        "new_shape": "shape.may_change",
+        "require_preflight": "preflight.required",
+    }.items()
+}
+"""Settings of earlier releases -> where what they say stands now."""
 ODD_NUMBER = re.compile(r"[-+]?0[0-9_]|.*:")
 
 
@@ -216,6 +227,8 @@ def _check(name: str, value: Any, item: dataclasses.Field, kind: Any) -> Any:
     if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):  # YAML 1.1 reads 5e-3 as a string
             value = float(value)
+    if kind == list[float] and isinstance(value, list):
+        value = [float(v) if type(v) is int else v for v in value]
     if not _matches(value, kind):
         close = difflib.get_close_matches(str(value), [str(arg) for arg in get_args(kind)], n=1)
         hint = f"; did you mean {close[0]!r}?" if close else _quotes(value, kind)
@@ -307,10 +320,11 @@ def _unknown(cls: type, name: str) -> str:
         inside = ", ".join(key for key in known if key.startswith(f"{name}."))
         return f"{name!r} is a section: set one of {inside}"
     leaf = name.rpartition(".")[2]
+    if moved := MOVED.get(name):
+        return f"unknown setting {name!r}: {moved}"
     close = difflib.get_close_matches(name, [*known, *sections], n=3) or [
         key for key in known if key.rpartition(".")[2] == leaf
     ]
-    hint = (
-        f"did you mean {' or '.join(close[:3])}?" if close else "`flywheel config` lists them all"
-    )
+    others = getattr(cls, "OTHERS", "`flywheel config` lists them all")
+    hint = f"did you mean {' or '.join(close[:3])}?" if close else others
     return f"unknown setting {name!r}: {hint}"

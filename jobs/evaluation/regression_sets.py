@@ -237,5 +237,6 @@ def regression(cfg: Config, sides: Sequence[Side], borrowed: Borrowed) -> dict[s
                 else "harvest set all of its answers aside"
             )
             continue
-        found[name] = compare(cfg, [walked[0][key][0] for key in both], sides, walks)
+        rows = [walked[0][key][0] for key in both]
+        found[name] = compare(cfg, rows, sides, walks, len(sets[sides[0].taps].answered))
     return {"regression": found, "regression_skipped": skipped}

@@ -1,5 +1,6 @@
 """What an evaluation reports: tau with intervals, by slice and by position, and gains."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,11 @@ from jobs.evaluation.intervals import Estimate, Resamples
 
 EFFECTS = (0.01, 0.02, 0.05)
 """Relative gains of tau for which the number of conversations that detect them is reported."""
+
+RARE = 0.05
+"""Domains with a smaller share of the rounds are judged together: labels come from clients, and
+with hundreds of them no single loss could be established any more. So at most 21 parts are judged.
+"""
 
 
 def describe(draws: Resamples, rows: Sequence[Row], accepted: Walks, k: int) -> dict[str, Any]:
@@ -86,6 +92,48 @@ def _delta(found: Estimate) -> dict[str, Any]:
     return {"delta": found.value, "ci": found.interval}
 
 
+def judged_domains(
+    draws: Resamples, rows: Sequence[Row], ours: Walks, theirs: Walks, most: int
+) -> list[dict[str, Any]]:
+    """The gain in every domain, in the form that the gate judges (`judged`): the rare ones together
+    as one, whose `name` is empty and whose `members` are their names. `most`: the larger K.
+    """
+    sizes: Counter[str] = Counter()
+    for row, walk in zip(rows, theirs, strict=True):
+        sizes[row["domain"]] += len(walk)
+    shares = {name: size / sizes.total() for name, size in sorted(sizes.items()) if size}
+    parts = {name: [name] for name, share in shares.items() if share >= RARE}
+    if rare := [name for name in shares if name not in parts]:
+        parts[""] = rare
+    found = []
+    for name, members in parts.items():
+        inside = [row["domain"] in members for row in rows]
+        mine, before = (
+            [walk if keep else [] for walk, keep in zip(walks, inside, strict=True)]
+            for walks in (ours, theirs)
+        )
+        one = judged(draws.tau_gain(mine, before, most), tau(before), len(parts))
+        share = sum(shares[member] for member in members)
+        found.append({"name": name, "members": members, "share": share, **one})
+    return found
+
+
+def judged(found: Estimate, before: float, tests: int) -> dict[str, Any]:
+    """A gain over `before` (a tau), as one of `tests` that are judged together: its 95 % interval
+    alone (`ci`) and corrected for all of them, and the loss that the latter shows in 4 of 5 cases.
+    """
+    corrected, detectable = found.among(tests)
+    return {
+        "before": before,
+        "delta": found.value,
+        "ci": found.interval,
+        "ci_corrected": corrected,
+        "tests": tests,
+        "detectable": detectable,
+        "conversations": found.conversations,
+    }
+
+
 def power(found: Estimate, before: float) -> dict[str, Any]:
     """What these conversations can detect. `detectable`: the tau gain that they find in 4 of 5
     cases. `conversations_for`: how many such conversations a gain of each size in EFFECTS needs.
@@ -110,9 +158,11 @@ def by_k(walks: dict[int, Walks]) -> dict[str, Any]:
 
 
 def compare(
-    cfg: Config, rows: list[Row], sides: Sequence[Side], walks: Sequence[Walks]
+    cfg: Config, rows: list[Row], sides: Sequence[Side], walks: Sequence[Walks], sets: int = 0
 ) -> dict[str, Any]:
-    """Tau of the first side and, if there is a second, the paired gain over it as `baseline`."""
+    """Tau of the first side and, if there is a second, the paired gain over it as `baseline`. Its
+    `judged` has the parts that the gate looks at: the domains, or the whole of one of `sets`.
+    """
     draws = Resamples([row["conversation_id"] for row in rows], cfg.evaluate.bootstrap)
     found = {
         "samples": len(rows),
@@ -123,11 +173,18 @@ def compare(
     }
     if len(sides) > 1:
         other = sides[1]
+        ks = (sides[0].k, other.k)
+        if sets:
+            whole = draws.tau_gain(walks[0], walks[1], max(ks))
+            parts = [{"name": "", **judged(whole, tau(walks[1]), sets)}]
+        else:
+            parts = judged_domains(draws, rows, walks[0], walks[1], max(ks))
         found["baseline"] = {
             "version": other.version,
             "drafter": other.folder.name,
             "drafter_sha256": drafter_sha256(other.folder),
             "tau": describe(draws, rows, walks[1], other.k),
-            **gain(draws, rows, walks[0], walks[1], (sides[0].k, other.k)),
+            **gain(draws, rows, walks[0], walks[1], ks),
+            "judged": parts,
         }
     return found

@@ -1,6 +1,5 @@
 """The drafter that may become champion: its folder, its evaluation, the tags of its version."""
 
-import importlib.metadata
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,9 @@ def read_candidate(cfg: Config) -> Candidate:
         f"{folder.name}.json",
         f"run `flywheel evaluate {folder}`",
     )
-    evaluation = read_json(place, name, ["drafter_sha256", "target_id", "tau", "leaking"], again)
+    evaluation = read_json(
+        place, name, ["drafter_sha256", "target_id", "tau", "tau_by_k", "leaking"], again
+    )
     if evaluation is None:
         raise ValueError(f"{folder} was not evaluated: {again}")
     if evaluation["drafter_sha256"] != sha256:
@@ -69,7 +70,6 @@ def tags(candidate: Candidate) -> dict[str, str]:
         FIELDS: json.dumps(candidate.compat),
         "target.id": candidate.compat["target_id"],
         "drafter.name": candidate.folder.name,
-        "code.version": importlib.metadata.version("dflash-flywheel"),
         "eval.tau": f"{tau['pooled']:.6f}",
         "eval.tau.ci": json.dumps(tau["ci"]),
         "eval.tau.domains": _domains(tau["domains"]),

@@ -66,7 +66,7 @@ class Moves:
     def complete_history(self, champion: Version | None) -> None:
         """Write a record for the present champion if the latest move has none."""
         records = promotions.read(self.cfg.table("promotions"))
-        moves = [r for r in records if r["action"] != "refuse"]
+        moves = [r for r in records if r["action"] in promotions.MOVES]
         known = moves[-1]["to_version"] if moves else None
         if champion is None or champion.number == known:
             return

@@ -4,7 +4,8 @@ Speed-up(K, b) = tau(K) * step(b) / round(K, b), while b requests decode: step i
 plain decoding step, round that of a round with K drafts. A round computes b * (K + 1) rows of the
 target and of the drafter. So its time is modelled as linear in that number; one line is fitted to
 all measured K and batch sizes. A single slow pass then shifts all K together and hardly changes
-which one is best. Only K between the measured ones are considered. The drafter's pass over its
+which one is best. Where even the best K is not faster than a plain step, K is 0: no drafts
+(docs/decisions/040). Only K between the measured ones are considered. The drafter's pass over its
 context costs the same for any K, so extending the line would make a small K look too cheap
 (docs/decisions/008).
 """
@@ -16,7 +17,7 @@ import numpy as np
 
 from serving.client import Completion, Request, complete
 
-CHOICE = "line by rows"
+CHOICE = "line by rows, 0 below the floor"
 """The rule of this module. It is part of the key of kept results: a new rule measures again."""
 BATCHES = (1, 8)
 """Batch sizes at which a round is timed."""
@@ -74,15 +75,48 @@ def _num_rounds(answer: Completion) -> int:
     return answer.spec["num_spec_steps"] if answer.spec else len(answer.output_ids) - 1
 
 
-def choose(taus: dict[int, float], costs: Sequence[Cost]) -> tuple[int, ...]:
-    """The K with the largest predicted speed-up at batch size 1, 2, ...; the last for all larger.
-
-    taus: replayed tau of every K. Shape of the result as in serving.vllm_server.Server.k.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What to do while `batch` requests decode: draft `k` tokens, whose predicted speed-up is
+    `speedup`. `k` is 0 where the best one, `best`, does not reach the floor.
     """
-    best = []
+
+    batch: int
+    best: int
+    speedup: float
+    floor: float
+
+    @property
+    def k(self) -> int:
+        """Drafts per round; 0: none."""
+        return self.best if self.speedup > self.floor else 0
+
+
+def choices(
+    taus: dict[int, float], costs: Sequence[Cost], floors: Sequence[float] = (1.0,)
+) -> list[Choice]:
+    """The K with the largest predicted speed-up at each batch size from 1 to the largest measured
+    one, if that is above the floor: floors[b - 1] at batch size b, the last for all larger.
+    """
+    found = []
     for batch in range(1, max(BATCHES) + 1):
         ratios = predicted(taus, costs, batch)
-        best.append(max(ratios, key=lambda k: ratios[k]))
+        best = max(ratios, key=lambda k: ratios[k])
+        floor = floors[min(batch, len(floors)) - 1]
+        found.append(Choice(batch=batch, best=best, speedup=ratios[best], floor=floor))
+    return found
+
+
+def choose(taus: dict[int, float], costs: Sequence[Cost]) -> tuple[int, ...]:
+    """The K at batch size 1, 2, ...; the last for all larger. taus: replayed tau of every K. Shape
+    of the result as in serving.vllm_server.Server.k.
+    """
+    return by_batch(choices(taus, costs))
+
+
+def by_batch(found: Sequence[Choice]) -> tuple[int, ...]:
+    """K by batch size, without what the last one says for all larger: 7, 4, 4 -> (7, 4)."""
+    best = [one.k for one in found]
     while len(best) > 1 and best[-1] == best[-2]:
         best.pop()
     return tuple(best)

@@ -73,7 +73,9 @@ def dflash(cfg: Config) -> Method:
         folder = newest_drafter(cfg)
     if folder is None:
         return Method(name="dflash", missing=f"no drafter in {cfg.place('drafters')}")
-    k = cfg.serve.k or verified_k(cfg, folder) or [read_config(folder).num_drafts]
+    k = cfg.serve.k or verified_k(cfg, folder)
+    if not any(k):  # it pays nowhere, but is to be compared
+        k = [read_config(folder).num_drafts]
     return Method(name="dflash", k=k, model=folder)
 
 

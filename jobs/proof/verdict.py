@@ -62,6 +62,7 @@ def chosen_k(
     costs = measured.costs
     return {
         "k_by_batch_size": list(measured.chosen),
+        "speed_k": list(measured.timed),
         "k_by_slice": {
             name: list(choose(of_slice, costs)) for name, of_slice in by_slice.items() if costs
         },

@@ -27,6 +27,11 @@ def show(result: dict[str, Any]) -> None:
         )
     k_by_batch = ", ".join(map(str, result["k_by_batch_size"]))
     console.print(f"K chosen for batch size 1, 2, ... (the last for all larger): {k_by_batch}")
+    if 0 in result["k_by_batch_size"]:
+        timed = ", ".join(map(str, result["speed_k"]))
+        console.print(
+            f"K 0: no drafts, since none is predicted to pay; speed below is that of K {timed}"
+        )
     for name, ks in list(result["k_by_slice"].items())[:SHOWN]:
         console.print(f"  {short_name(name)} alone: {', '.join(map(str, ks))}")
     speeds = [

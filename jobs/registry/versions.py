@@ -43,6 +43,8 @@ from store.lease import Lease
 CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous", "challenger"
 BAD = "flywheel.bad"
 SHA256, COMPAT, FIELDS = "drafter.sha256", "vllm.compat", "vllm.compat.fields"
+K = "serve.k"
+"""The tag with K by batch size, as JSON: what the promotion chose by speed."""
 OLD_SHA256 = "weights.sha256"
 """The tag of versions from before the identity covered every file: the hash of model.safetensors
 alone."""
@@ -123,6 +125,25 @@ class Registry:
                 return replace(found, sha256=drafter_sha256(self.open(found)), old=False)
         return found
 
+    def known(self, folder: Path, sha256: str) -> Version | None:
+        """The version of this drafter; None if it has none."""
+        number = self._known(folder, sha256)
+        return None if number is None else self.get(number)
+
+    def with_identity(self, sha256: str) -> str | None:
+        """The number of the version of the drafter with this identity; None without one."""
+        return min(self._search(SHA256, sha256), key=int, default=None)
+
+    def all_tags(self) -> list[tuple[str, dict[str, str]]]:
+        """(identity, tags) of every version that was registered here, the oldest first."""
+        found = self.client.search_model_versions(equals("name", self.model))
+        mine = [v for v in found if v.name == self.model and SHA256 in v.tags]
+        return [(v.tags[SHA256], v.tags) for v in sorted(mine, key=lambda v: int(v.version))]
+
+    def served_k(self, number: str) -> list[int]:
+        """K by batch size that a promotion of the version chose; [] if it chose none."""
+        return json.loads(self.client.get_model_version(self.model, number).tags.get(K, "[]"))
+
     def register(self, folder: Path, tags: dict[str, str]) -> Version:
         """The version of this drafter: the one with its identity, or a new one.
 
@@ -131,8 +152,7 @@ class Registry:
         if an upload cannot be read back.
         """
         tags = {name: cut(value, MAX_TAG) for name, value in tags.items()}
-        number = self._known(folder, tags[SHA256])
-        known = None if number is None else self.get(number)
+        known = self.known(folder, tags[SHA256])
         if known is None:
             run_id, source = self._upload(folder, tags[SHA256])
             self._check_lease()
@@ -312,16 +332,29 @@ def _same(folder: Path, version: Version) -> bool:
         return False
 
 
+def opened(cfg: Config) -> Registry | None:
+    """The registry, to be read; None if nothing was ever registered in its SQLite file. Opening a
+    client would create that file.
+    """
+    file = sqlite_file(cfg)
+    return None if file is not None and not file.exists() else Registry(cfg)
+
+
+def served_k(cfg: Config, number: str) -> list[int]:
+    """K by batch size that the promotion of a version chose; [] if it chose none."""
+    registry = opened(cfg)
+    return registry.served_k(number) if registry else []
+
+
 def resolve(cfg: Config, name: str) -> tuple[str, Path] | None:
     """(version number, local folder) of an alias or a version number, its drafter verified.
 
     None when there is no such alias ("no champion yet"). Raises ValueError for a number that does
     not exist, and for a folder that is gone or was changed.
     """
-    file = sqlite_file(cfg)
-    if file is not None and not file.exists():
-        return None  # nothing was ever registered; opening a client would create the file
-    registry = Registry(cfg)
+    registry = opened(cfg)
+    if registry is None:
+        return None
     version = registry.get(name) if name.isdigit() else registry.current(name)
     if version is None:
         if name.isdigit():

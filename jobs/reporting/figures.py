@@ -156,7 +156,7 @@ def _speed(facts: Facts) -> Picture:
         int(batch): {int(k): ratio for k, ratio in values.items()}
         for batch, values in verified["predicted"].items()
     }
-    chosen = verified["k_by_batch_size"]
+    chosen = verified.get("speed_k", verified["k_by_batch_size"])
     measured = {
         int(batch): (chosen[min(int(batch), len(chosen)) - 1], ratio)
         for batch, ratio in verified["speedup"].items()

@@ -183,6 +183,8 @@ def k_advice(facts: Facts) -> list[str]:
     common, by_slice = verified["k_by_batch_size"], verified.get("k_by_slice", {})
     others = [(name, ks) for name, ks in by_slice.items() if ks != common]
     lines = [f"Serve with {_by_batch(common)}."]
+    if 0 in common:
+        lines.append("K 0: no drafts, since no K was predicted to be faster than plain decoding.")
     lines += [f"Traffic of {short_name(n)} alone: {_by_batch(ks)}." for n, ks in others[:SHOWN]]
     if len(others) > SHOWN:
         lines.append(f"{len(others) - SHOWN} further parts of the traffic have a K of their own.")

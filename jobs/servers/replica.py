@@ -7,7 +7,7 @@ from dflash.identity import target_id
 from jobs.base.config import Config
 from jobs.base.devices import served_dtype
 from jobs.base.drafter_folders import local_folder
-from jobs.registry.versions import CHAMPION, resolve
+from jobs.registry.versions import CHAMPION, resolve, served_k
 from serving.vllm_server import Server
 from store.place import newest_json
 
@@ -20,7 +20,9 @@ def server(cfg: Config, log: str = "serve.log") -> Server:
     """
     serve = cfg.serve
     drafter, name = _drafter(cfg)
-    k = serve.k or (verified_k(cfg, drafter) if drafter else [])
+    k = serve.k or (best_k(cfg, drafter, name) if drafter else [])
+    if drafter and k and not any(k):  # it pays at no batch size
+        drafter, name, k = None, None, []
     return Server(
         cfg.target_path,
         drafter=drafter,
@@ -40,6 +42,15 @@ def server(cfg: Config, log: str = "serve.log") -> Server:
         log=cfg.path("server_logs", log),
         args=tuple(serve.args),
     )
+
+
+def best_k(cfg: Config, drafter: Path, version: str | None) -> list[int]:
+    """The K per batch size that the promotion of a version chose, else that `verify` chose for this
+    drafter; [] if neither did.
+    """
+    registered = cfg.serve.drafter == CHAMPION or cfg.serve.drafter.isdigit()
+    chosen = served_k(cfg, version) if registered and version else []
+    return chosen or verified_k(cfg, drafter)
 
 
 def verified_k(cfg: Config, drafter: Path) -> list[int]:

@@ -14,6 +14,7 @@ import requests
 from alembic.util.exc import CommandError
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from sqlalchemy import create_engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from jobs.base.config import Config
@@ -33,6 +34,12 @@ HINTS = {
     "PERMISSION_DENIED": "ask for the right to write there, or name another in mlflow.uri",
 }
 """Part of a message of MLflow or its database -> what to do about it."""
+
+
+DRIVERS = {"psycopg2": "psycopg2-binary"}
+"""Module -> package, where they differ."""
+OPENING = 0x666C7977
+"""Key of the lock under which a PostgreSQL database is opened."""
 
 
 class MlflowFault(ValueError):
@@ -67,6 +74,11 @@ def told(uri: str) -> Iterator[None]:
     """Turn errors of MLflow, its database or its server into an MlflowFault about `uri`."""
     try:
         yield
+    except ModuleNotFoundError as error:  # of SQLAlchemy: the driver of a database
+        raise MlflowFault(
+            f"mlflow.uri {shown(uri)} needs {error.name}, which is not installed: pip install "
+            f"{DRIVERS.get(str(error.name), error.name)}"
+        ) from error
     except (MlflowException, SQLAlchemyError, CommandError, requests.RequestException) as error:
         text = str(getattr(error, "orig", None) or error)
         hint = next((hint for part, hint in HINTS.items() if part in text), "")
@@ -95,7 +107,7 @@ def open_client(cfg: Config) -> MlflowClient:
     file = sqlite_file(cfg)
     if file is not None and file.is_file():
         _check_sqlite(file)
-    with _alone(file), told(uri):
+    with told(uri), _alone(file), _alone_in_postgres(uri):
         client = MlflowClient(uri, uri)
         client.search_registered_models(max_results=1)  # makes MLflow create the registry's tables
     return cast(MlflowClient, _Told(client, uri))
@@ -170,3 +182,21 @@ def _alone(file: Path | None) -> Iterator[None]:
         if stream is not None:
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def _alone_in_postgres(uri: str) -> Iterator[None]:
+    """Be the only process of any host that opens a PostgreSQL database: see `_alone`."""
+    if not uri.startswith("postgresql"):
+        yield
+        return
+    engine = create_engine(uri)
+    try:
+        with engine.connect() as connection:
+            connection.execute(text(f"select pg_advisory_lock({OPENING})"))
+            try:
+                yield
+            finally:
+                connection.execute(text(f"select pg_advisory_unlock({OPENING})"))
+    finally:
+        engine.dispose()

@@ -3,6 +3,7 @@
 The client is that of jobs/tracking/mlflow_client.py: it raises MlflowFault.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,6 +129,20 @@ def run_named(client: MlflowClient, cfg: Config, name: str) -> str:
     run = client.create_run(experiment, tags={RUN: name}, run_name=name)
     client.set_terminated(run.info.run_id)
     return run.info.run_id
+
+
+def origin(client: MlflowClient, cfg: Config, name: str) -> dict[str, str]:
+    """What the training run `name` was made from: its inputs, and `base`, the identity of the
+    drafter that it began with. Empty for a drafter that was trained elsewhere.
+    """
+    found = _find_run(client, experiment_id(client, cfg), name)
+    if found is None:
+        return {}
+    known = found.inputs.dataset_inputs if found.inputs else []
+    sources = [one.dataset.source for one in known]
+    inputs = json.loads(sources[0]).get("tags", {}) if sources else {}
+    base = found.data.params.get("base")
+    return inputs | ({"base": base} if base else {})
 
 
 def attach(cfg: Config, name: str, file: Path, folder: str) -> None:

@@ -20,16 +20,30 @@ def running(folder: Path, database: Path) -> Iterator[str]:
     `database` is a database with MLflow's tables to begin with.
     """
     shutil.copy(database, folder / "mlflow.db")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = f"sqlite:///{folder}/mlflow.db"
+    with serving(folder, free_port(), store, str(folder / "artifacts")) as url:
+        yield url
+
+
+@contextmanager
+def serving(
+    folder: Path, port: int, store: str, artifacts: str, env: dict[str, str] | None = None
+) -> Iterator[str]:
+    """The URL of a server with this backend store and this artifact root. `env` is for it alone:
+    clients need no keys of an object store.
+    """
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    command += ["--artifacts-destination", str(folder / "artifacts"), "--workers", "1"]
+    command += ["--backend-store-uri", store, "--artifacts-destination", artifacts]
+    command += ["--workers", "1"]
     with (
-        (folder / "log").open("w") as log,
+        (folder / "log").open("a") as log,
         subprocess.Popen(
-            command, cwd=folder, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=os.environ | (env or {}),
         ) as process,
     ):
         try:
@@ -37,6 +51,12 @@ def running(folder: Path, database: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def wait_for(url: str, process: subprocess.Popen) -> None:

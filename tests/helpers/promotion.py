@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,10 @@ from dflash.model import Drafter
 from jobs import promote
 from jobs.base.config import Config, load
 from jobs.base.drafter_folders import MARK
+from jobs.promotion.gate import judge
+from jobs.promotion.gate_rules import read_rules
+from jobs.proof.choose_k import Cost
+from jobs.proof.kept_results import costs_key
 from jobs.registry.versions import Registry, resolve
 from store import promotions
 from store.place import write_json
@@ -66,7 +70,9 @@ def make_drafter(cfg: Config, name: str, seed: int, shape: DrafterConfig = SHAPE
 
 
 def evaluate(cfg: Config, folder, tau=2.0, against=None, gain=0.2, shape=SHAPE, **changes):
-    """What `flywheel evaluate` writes; `against` is the folder of the baseline."""
+    """What `flywheel evaluate` writes; `against` is the folder of the baseline. The costs of a
+    round with a drafter of this shape are known (`cost`).
+    """
     identity = target_id(cfg.target_path)
     measured = {
         "pooled": tau,
@@ -82,8 +88,13 @@ def evaluate(cfg: Config, folder, tau=2.0, against=None, gain=0.2, shape=SHAPE, 
             "version": None,
             "drafter_sha256": drafter_sha256(against),
             "tau": measured | {"pooled": tau - gain, "domains": {"a": tau - gain, "b": tau - gain}},
+            "delta": gain,
             "delta_ci": [gain - 0.1, gain + 0.1],
+            "detectable": 0.14,
+            "conversations": 40,
+            "judged": [part("a", tau - gain, gain), part("b", tau - gain, gain)],
         }
+    cost(cfg, shape)
     evaluation = {
         "drafter": folder.name,
         "drafter_sha256": drafter_sha256(folder),
@@ -94,12 +105,56 @@ def evaluate(cfg: Config, folder, tau=2.0, against=None, gain=0.2, shape=SHAPE, 
         "baseline": baseline,
         "leaking": {"leaking": 0, "samples": 10},
         "samples": 10,
+        "conversations": 40,
         "rounds": 100,
         "k": 3,
+        "tau_by_k": {"1": 1 + (tau - 1) / 2, "2": 1 + (tau - 1) / 1.2, "3": tau},
     }
     place, name = cfg.place("evaluations"), f"{folder.name}.json"
     write_json(place, name, evaluation | changes)
     return Path(f"{place}/{name}")
+
+
+def reasons(evaluation, champion=None):
+    """What the gate has against an evaluation, by the rules of the package."""
+    found = judge(read_rules(""), evaluation, champion)
+    return [one.reason for one in found if one.verdict != "pass"]
+
+
+def part(name: str, before: float, delta: float, half: float = 0.1, conversations: int = 20):
+    """A domain or set as the gate judges it, with a 95 % interval of delta +- half."""
+    return {
+        "name": name,
+        "share": 0.5,
+        "members": [name],
+        "before": before,
+        "delta": delta,
+        "ci": [delta - half, delta + half],
+        "ci_corrected": [delta - 1.2 * half, delta + 1.2 * half],
+        "tests": 2,
+        "detectable": 1.5 * half,
+        "conversations": conversations,
+    }
+
+
+def cost(cfg: Config, shape=SHAPE, step=0.010, rounds=0.012, each=0.0):
+    """What `flywheel verify` keeps of costs: of a step, and of a round with one row or K + 1."""
+    costs = [
+        Cost(k=k, batch=batch, seconds=(rounds if k else step) + each * batch * (k + 1))
+        for k in (0, 1, 3)
+        for batch in (1, 8)
+    ]
+    identity = target_id(cfg.target_path)
+    kept = {
+        "ok": True,
+        "drafter": "another",
+        "drafter_sha256": "d" * 64,
+        "target_id": identity,
+        "compat": compat_fields(shape, identity),
+        "costs": [asdict(one) for one in costs],
+        "costs_key": costs_key(cfg),
+    }
+    write_json(cfg.place("verified"), f"costs-{compat_key(shape, identity)}.json", kept)
 
 
 def promoted(cfg: Config, name: str, seed: int, against=None, **kwargs):

@@ -43,7 +43,8 @@ def test_the_loop_turns_in_a_bucket(bucket, material, tmp_path):
     assert products | {"drafters", "evaluations", "reports", "runs"} <= names
     decided = promote.run(cfg)
     [record] = promotions.read(cfg.table("promotions"))
-    assert record["action"] == {"promoted": "promote", "refused": "refuse"}[decided["decision"]]
+    actions = {"promoted": "promote", "refused": "refuse", "held": "hold"}
+    assert record["action"] == actions[decided["decision"]]
     other = on(bucket, tmp_path / "two", material)
     again = train.run(other)
     assert (again["name"], again["reused"]) == (trained["name"], True)

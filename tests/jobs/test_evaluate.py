@@ -24,8 +24,8 @@ from jobs.dataset.samples import load_requests
 from jobs.evaluation import drafters, regression_sets
 from jobs.evaluation.prompt_files import read_prompts
 from jobs.evaluation.replay_walks import untrained_walks
-from jobs.promotion.gate import refusals
 from jobs.reporting.facts import pick
+from tests.helpers.promotion import reasons
 from tests.helpers.tables import put_rows
 from tests.helpers.work import RIVAL_SETTINGS
 
@@ -108,7 +108,7 @@ def test_what_a_pinned_run_learned_before_it_moved_to_test_is_a_leak(work, monke
     (work / "runs" / "elsewhere").rename(work / "runs" / "blank")
     found = evaluate.run(cfg)
     assert found["leaking"]["leaking"] == 2, "the baseline knows another"
-    [reason] = [r for r in refusals(cfg.promote, found, None) if "share their text" in r]
+    [reason] = [r for r in reasons(found) if "share their text" in r]
     assert "2 of 16 held-out samples" in reason
     shutil.rmtree(work / "runs")
 
@@ -211,8 +211,7 @@ def test_a_set_that_a_target_too_large_would_have_to_answer_is_skipped_by_name(
     assert found["regression"] == {}
     why = found["regression_skipped"]["large"]
     assert "GiB in float32, 0.0 GiB are free on the CPU" in why
-    reasons = refusals(cfg.promote, found, None)
-    assert f"regression set large was not measured: {why}" in reasons
+    assert f"regression: set large was not measured: {why}" in reasons(found)
 
 
 @pytest.mark.parametrize("aside", [False, True])
@@ -239,9 +238,7 @@ def test_a_regression_set_without_a_round_is_skipped_by_name(work, tmp_path, mon
     assert list(found["regression"]) == ["two"]
     why = "set all of its answers aside" if aside else "every answer is a single token"
     assert why in found["regression_skipped"]["one"]
-    assert any(
-        "regression set one was not measured" in r for r in refusals(cfg.promote, found, None)
-    )
+    assert any("set one was not measured" in reason for reason in reasons(found))
 
 
 def test_a_loss_on_a_regression_set_is_refused(work, tmp_path):
@@ -254,11 +251,14 @@ def test_a_loss_on_a_regression_set_is_refused(work, tmp_path):
         "evaluate.regression_tokens=12",
     )
     found = evaluate.run(cfg)
-    found["regression"]["g"]["baseline"]["delta"] = -0.5
-    reasons = refusals(cfg.promote, found, None)
-    assert any("regression set g loses 0.500 tau" in reason for reason in reasons)
+    (judged,) = found["regression"]["g"]["baseline"]["judged"]
+    assert (judged["conversations"], judged["ci"]) == (1, None)
+    assert any("regression g: 1 conversations, fewer than 5" in reason for reason in reasons(found))
+    judged |= {"ci": [-0.6, -0.4], "ci_corrected": [-0.7, -0.3], "before": 2.0}
+    told = "regression g: a loss of more than 2.0% of tau 2.000 is established"
+    assert told in reasons(found)
     found["tau"]["ci"] = None
-    assert any("have a round" in reason for reason in refusals(cfg.promote, found, None))
+    assert any("have a round" in reason for reason in reasons(found))
 
 
 def test_two_sets_of_one_name_are_refused(work, tmp_path):

@@ -14,13 +14,14 @@ from jobs import doctor, methods
 from jobs.base import cli
 from jobs.base.checks import Check, print_checks
 from jobs.base.console import NAME, console, print_table, short_name, some_names, visible
-from jobs.base.sections.judging import Promote
 from jobs.dataset.slices import SHOWN, largest, largest_rows, slices
 from jobs.machine import resources
 from jobs.promotion import gate
+from jobs.promotion.gate_rules import read_rules
 from jobs.proof import verify_table
 from jobs.reporting import plotting
 from store.labels import clean
+from tests.helpers.promotion import part
 from tests.helpers.work import RIVAL_SETTINGS
 from tests.jobs.dataset.test_slices import row
 
@@ -74,6 +75,8 @@ def told(tmp_path_factory, rivals):
     for record, label in zip(records, LABELS, strict=True):
         record |= {"domain": label, "language": label, "tenant": label}
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    gate_file = work / "gate.yaml"
+    gate_file.write_text("tau: {min: 1}\ngain: {min: -5}\nspeed: {required: false}\n")
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "CHECKS", [resources.room, resources.port])
@@ -81,7 +84,13 @@ def told(tmp_path_factory, rivals):
             if stage == "again":  # an earlier selection would keep its samples on their sides
                 shutil.rmtree(work / "selection")
             out, err = io.StringIO(), io.StringIO()
-            settings = [f"work={work}", *RIVAL_SETTINGS, *TRAINING, "promote.min_tau=1", *more]
+            settings = [
+                f"work={work}",
+                *RIVAL_SETTINGS,
+                *TRAINING,
+                f"promote.gate={gate_file}",
+                *more,
+            ]
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 code = cli.main([COMMANDS.get(stage, stage), *settings])
             found[stage] = (code, json.loads(out.getvalue() or "null"), err.getvalue())
@@ -193,11 +202,13 @@ def test_tables_of_stages_with_servers_take_any_text(capsys):
 
 def test_a_refusal_names_the_domain_readably():
     label = "\x1b[31m" + "x" * 5000
-    evaluation = {"tau": {"pooled": 2.0, "ci": [1.9, 2.1], "domains": {label: 0.5}}}
-    evaluation |= {"leaking": {"leaking": 0, "samples": 9}}
-    (reason,) = gate.refusals(Promote(), evaluation | {"baseline": None}, None)
-    assert f"domain {short_name(label)} loses" in reason
-    assert len(reason) < 200
+    lost = part(label, 2.0, -1.0)
+    found = gate.loss("domain", read_rules("").domains, lost)
+    assert found.reason.startswith(f"domain {short_name(label)}: a loss of more than")
+    assert len(found.reason) < 200
+    rare = gate.loss("domain", read_rules("").domains, lost | {"name": "", "members": [label] * 99})
+    assert "\x1b" not in rare.reason
+    assert len(rare.reason) < 300
 
 
 @pytest.mark.parametrize("label", NAMED)

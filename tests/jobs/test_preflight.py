@@ -100,7 +100,7 @@ def test_a_sound_drafter_passes_every_check(first):
 
 def test_a_pass_is_kept_and_reused(first, work, monkeypatch):
     summary, _ = first
-    assert kept_results.preflight_passed(configure(work), work / "drafters" / "good")
+    assert kept_results.preflight_verdict(configure(work), work / "drafters" / "good") == "passed"
     monkeypatch.setattr(preflight_run, "serve", lambda *args: pytest.fail("served again"))
     again = preflight.run(configure(work, f"preflight.drafter={work / 'drafters' / 'good'}"))
     assert again == summary | {"reused": True}

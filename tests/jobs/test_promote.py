@@ -1,7 +1,6 @@
 """Promotion against a real MLflow: who becomes champion, who does not, and what is written down."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -17,11 +16,9 @@ from dflash.identity import legacy_target_id
 from jobs import promote, rollback
 from jobs.base import cli
 from jobs.base.config import load
-from jobs.proof import kept_results
 from jobs.registry import versions
 from jobs.registry.versions import Registry
 from store import promotions
-from store.place import write_json
 from store.schemas import PROMOTIONS
 from tests.helpers.promotion import (
     SHAPE,
@@ -82,34 +79,6 @@ def test_the_same_weights_are_one_version_and_repeating_changes_nothing(cfg):
     assert actions(cfg) == [("promote", None, "1")]
 
 
-@pytest.mark.parametrize(
-    ("numbers", "reason"),
-    [
-        ({"tau": 1.05}, r"below promote\.min_tau"),
-        ({"gain": 0.05}, r"lower end of the tau gain is -0\.050"),
-        ({"gain": 0.1}, r"lower end of the tau gain is \+0\.000"),
-    ],
-)
-def test_not_good_enough(cfg, numbers, reason):
-    first, _ = promoted(cfg, "one", 1)
-    _, summary = promoted(cfg, "two", 2, against=first, **numbers)
-    assert (summary["decision"], summary["ok"]) == ("refused", False)
-    assert any(re.search(reason, text) for text in summary["reasons"])
-    assert aliases(cfg) == {"champion": "1", "challenger": "2"}
-    assert actions(cfg) == [("promote", None, "1"), ("refuse", "1", "2")]
-
-
-def test_one_domain_lost(cfg):
-    first, _ = promoted(cfg, "one", 1)
-    folder = make_drafter(cfg, "two", 2)
-    path = evaluate(cfg, folder, against=first)
-    evaluation = json.loads(path.read_text())
-    evaluation["tau"]["domains"]["b"] = 1.7
-    path.write_text(json.dumps(evaluation))
-    (reason,) = promote.run(cfg)["reasons"]
-    assert reason.startswith("domain b loses 0.100 tau")
-
-
 def test_a_drafter_no_better_than_none_is_no_first_champion(cfg):
     _, summary = promoted(cfg, "one", 1, tau=1.02)
     assert summary["decision"] == "refused"
@@ -124,6 +93,7 @@ def test_champion_changed_since_the_evaluation(cfg):
     promoted(cfg, "two", 2, against=first)
     summary = promote.run(replace(cfg, promote=replace(cfg.promote, drafter=str(late))))
     (reason,) = summary["reasons"]
+    assert summary["decision"] == "held"
     assert "but the champion is version 2" in reason
     assert "evaluate again" in reason
     assert aliases(cfg) == {"champion": "2", "previous": "1", "challenger": "3"}
@@ -156,19 +126,8 @@ def test_drafter_for_another_target_is_refused_field_by_field(cfg, change, field
     make_target(cfg, **change)
     summary = promote.run(cfg)
     assert (summary["decision"], summary["version"]) == ("refused", None)
-    assert any(reason.startswith(field) for reason in summary["reasons"])
+    assert any(field in reason for reason in summary["reasons"])
     assert aliases(cfg) == {}
-
-
-def test_another_shape_needs_a_word(cfg):
-    first, _ = promoted(cfg, "one", 1)
-    wide = replace(SHAPE, block_size=8)
-    folder = make_drafter(cfg, "two", 2, wide)
-    evaluate(cfg, folder, against=first, shape=wide)
-    (reason,) = promote.run(cfg)["reasons"]
-    assert reason.startswith("block_size is 8, the champion has 4")
-    allowed = replace(cfg, promote=replace(cfg.promote, new_shape=True))
-    assert promote.run(allowed)["decision"] == "promoted"
 
 
 def test_config_edited_after_the_evaluation(cfg, capsys):
@@ -179,7 +138,7 @@ def test_config_edited_after_the_evaluation(cfg, capsys):
     path.write_text(path.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
     assert cli.main(["promote", str(folder), f"work={cfg.work}"]) == 2
     assert f"has changed since {cfg.place('evaluations', 'one.json')}" in capsys.readouterr().err
-    evaluate(cfg, folder)
+    evaluate(cfg, folder, shape=replace(SHAPE, rope_theta=20000.0))
     assert promote.run(cfg)["version"] == "1"
     edited = opened(cfg, "champion")[1] / "config.json"
     edited.write_text(edited.read_text().replace("20000.0", "10000.0"))
@@ -231,18 +190,6 @@ def test_rollback_skips_what_no_longer_loads(cfg):
     summary = rollback.run(cfg)
     assert summary["version"] == "1"
     assert "two is gone" in summary["skipped"][0]
-
-
-def test_a_leaking_held_out_set_decides_nothing(cfg):
-    """With turns of one chat on both sides of the split, a gain may be memorised text."""
-    folder = make_drafter(cfg, "one", 1)
-    evaluate(cfg, folder, leaking={"leaking": 2, "samples": 100})
-    (reason,) = promote.run(cfg)["reasons"]
-    assert reason.startswith("2 of 100 held-out samples share their text with training samples")
-    evaluate(cfg, folder, leaking={"leaking": 1, "samples": 100})
-    assert promote.run(cfg)["decision"] == "promoted"
-    record = promotions.read(cfg.table("promotions"))[-1]
-    assert record["evidence"]["leaking"] == {"leaking": 1, "samples": 100}
 
 
 def test_an_evaluation_that_does_not_know_about_leaks_is_made_again(cfg, capsys):
@@ -310,24 +257,11 @@ def test_two_racing_promoters_and_a_killed_one(cfg):
     outputs = [racer.communicate(timeout=120) for racer in racers]
     assert sorted(r.returncode for r in racers) == [0, 1], outputs
     decisions = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
-    loser = next(d for d in decisions if d["decision"] == "refused")
+    loser = next(d for d in decisions if d["decision"] == "held")
     winner = next(d for d in decisions if d["decision"] == "promoted")
     assert "compared with no drafter, but the champion is" in loser["reasons"][0]
     assert aliases(cfg)["champion"] == winner["version"]
-    assert [action for action, _, _ in actions(cfg)] == ["promote", "refuse"]
-
-
-def test_a_drafter_without_a_passed_preflight_is_refused_if_that_is_asked_for(cfg):
-    cfg = cfg.override("promote", require_preflight=True)
-    folder, summary = promoted(cfg, "one", 1)
-    assert summary["decision"] == "refused"
-    assert f"`flywheel preflight {folder}`" in summary["reasons"][0]
-    kept = kept_results.preflight_result(cfg, folder)
-    write_json(*kept, {"ok": False})
-    assert promote.run(cfg)["decision"] == "refused"
-    write_json(*kept, {"ok": True})
-    assert promote.run(cfg.override("serve", k=[2]))["decision"] == "refused", "another K"
-    assert promote.run(cfg.override("serve", port=1))["decision"] == "promoted"
+    assert [action for action, _, _ in actions(cfg)] == ["promote", "hold"]
 
 
 def formerly(cfg, number):

@@ -58,3 +58,25 @@ def test_k_is_what_the_latest_verify_of_this_drafter_chose(cfg):
     config = folder / "config.json"
     config.write_text(config.read_text().replace("1e-05", "0.1"))
     assert replica.verified_k(cfg, folder) == [], "another rms_norm_eps is another drafter"
+
+
+def test_a_drafter_that_pays_nowhere_is_not_served(cfg):
+    folder = save_drafter(Drafter(SHAPE), cfg.path("drafters", "one"), torch.float32)
+    serving = cfg.override("serve", drafter=str(folder))
+    verified(cfg, folder, "a", 30, k_by_batch_size=[3, 0])
+    assert replica.server(serving).k == (3, 0)
+    verified(cfg, folder, "b", 20, k_by_batch_size=[0])
+    none = replica.server(serving)
+    assert (none.drafter, none.k, none.drafter_version) == (None, (), None)
+    assert replica.server(serving.override("serve", k=[2])).k == (2,)
+
+
+def test_a_champion_is_served_with_the_k_that_its_promotion_chose(cfg, monkeypatch):
+    folder = save_drafter(Drafter(SHAPE), cfg.path("drafters", "one"), torch.float32)
+    monkeypatch.setattr(replica, "resolve", lambda *args: ("4", folder))
+    monkeypatch.setattr(replica, "served_k", lambda cfg, number: {"4": [2, 0]}[number])
+    verified(cfg, folder, "a", 30, k_by_batch_size=[3])
+    serving = cfg.override("serve", drafter="champion")
+    assert replica.server(serving).k == (2, 0)
+    monkeypatch.setattr(replica, "served_k", lambda *args: [])
+    assert replica.server(serving).k == (3,)

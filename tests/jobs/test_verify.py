@@ -11,6 +11,7 @@ from jobs import evaluate, verify
 from jobs.base import cli
 from jobs.base.config import load
 from jobs.proof import verdict
+from jobs.proof.kept_results import known_costs
 from jobs.servers import server_pool
 from serving.greedy import Difference
 from tests.helpers.work import CHAT_SETTINGS, make_chats
@@ -86,6 +87,23 @@ def test_a_right_drafter_passes_in_bfloat16(first):
 def test_a_pass_is_kept_and_reused(first, work, monkeypatch):
     monkeypatch.setattr(verify, "measure", lambda *args: pytest.fail("measured again"))
     assert verify.run(configure(work)) == first[0] | {"reused": True}
+
+
+def test_a_folder_needs_no_champion_and_its_costs_are_those_of_its_shape(first, work, monkeypatch):
+    result, measured = first
+    monkeypatch.setattr(verify, "resolve", lambda *args: None)
+    with pytest.raises(ValueError, match="there is no champion to verify: name a folder"):
+        verify.run(configure(work))
+    monkeypatch.setattr(verify, "measure", lambda *args: pytest.fail("measured again"))
+    cfg = configure(work).override("verify", drafter=str(work / "drafters" / "good"))
+    assert verify.run(cfg) == result | {"reused": True}
+    for sha256, compat in ((result["drafter_sha256"], {}), ("another", result["compat"])):
+        costs, source = known_costs(cfg, sha256, compat)
+        assert source is not None
+        assert (costs, source["drafter"]) == (measured.costs, "good")
+    assert known_costs(cfg, "another", result["compat"] | {"block_size": 9}) == ([], None)
+    assert known_costs(cfg.override("serve", max_num_seqs=3), "another", result["compat"])[0] == []
+    assert known_costs(cfg.override("serve", port=1), "another", result["compat"])[0]
 
 
 def test_a_changed_config_is_another_drafter(first, work, monkeypatch):

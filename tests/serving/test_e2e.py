@@ -112,6 +112,29 @@ def test_a_drafter_changes_no_greedy_text_and_every_answer_is_captured(
         assert row["drafter_sha256"] == drafter_sha256(tiny_drafter)
 
 
+def test_where_k_is_0_nothing_is_drafted_and_a_smaller_batch_drafts_again(
+    plain, tiny_target, learned_drafter, tmp_path
+):
+    """vLLM counts only steps that drafted. So an answer has fewer rounds than steps, and its tokens
+    outside of those rounds came one by one.
+    """
+    log = tmp_path / "log"
+    few = [r for r in REQUESTS if r.temperature == 0]
+    with Server(tiny_target, drafter=learned_drafter, k=(3, 2, 0), log=log, **SMALL) as server:
+        expected = complete(plain.url, few, 3)
+        at_once = complete(server.url, few, 3)
+        alone = complete(server.url, few, 1)
+    for answers in (at_once, alone):
+        assert [a.output_ids for a in answers] == [a.output_ids for a in expected]
+    for answer in alone:
+        accepted, drafted = rounds(answer)
+        assert set(drafted[:-1]) == {3}
+        assert sum(accepted) + len(accepted) == len(answer.output_ids) - 1
+    counted = [(answer.spec or {})["per_step_accepted"] or [] for answer in at_once]
+    in_rounds = sum(sum(accepted) + len(accepted) for accepted in counted)
+    assert in_rounds < sum(len(answer.output_ids) - 1 for answer in at_once) / 2
+
+
 def test_served_rounds_are_the_replayed_ones_greedy_and_sampled(learned, models):
     """Round by round, at temperature 0 and above: vLLM's greedy drafts are accepted exactly where
     they equal the text.

@@ -60,11 +60,18 @@ def test_k_comes_from_the_block_unless_it_is_given(tmp_path, target):
     assert start_checks.check_drafter(None, target, [], 256) == ()
 
 
-@pytest.mark.parametrize("k", [[8], [-1], [7, 0]])
+@pytest.mark.parametrize("k", [[8], [-1], [7, -1]])
 def test_k_outside_the_block_is_refused(tmp_path, target, k):
     drafter = folder(tmp_path / "drafter", DRAFTER)
-    with pytest.raises(ValueError, match=r"k = \[.*\]: .* blocks of 8, so k lies in 1\.\.7"):
+    with pytest.raises(ValueError, match=r"k = \[.*\]: .* blocks of 8, so k lies in 0\.\.7"):
         start_checks.check_drafter(drafter, target, k, 256)
+
+
+def test_k_may_be_0_for_some_batches_but_not_for_all(tmp_path, target):
+    drafter = folder(tmp_path / "drafter", DRAFTER)
+    assert start_checks.check_drafter(drafter, target, [7, 0], 256) == (7, 0)
+    with pytest.raises(ValueError, match=r"k = \[0, 0\] drafts nothing at any batch size"):
+        start_checks.check_drafter(drafter, target, [0, 0], 256)
 
 
 def test_k_without_a_drafter_is_refused(target):

@@ -41,16 +41,10 @@ class Promote:
     drafter: str = setting(
         "", "evaluated drafter folder; empty: the newest below <work>/drafters", path=True
     )
-    min_gain: float = setting(
-        0.0, "lower end of the paired tau gain over the champion must exceed this"
-    )
-    max_domain_loss: float = setting(0.05, "largest tau loss tolerated in one domain", minimum=0)
-    min_tau: float = setting(1.1, "a drafter below this tau is not worth serving", minimum=1)
-    new_shape: bool = setting(
-        False, "accept another shape (taps, block, layers) than the champion's: replicas restart"
-    )
-    require_preflight: bool = setting(
-        False, "refuse a drafter without a passed `flywheel preflight` under these settings"
+    gate: str = setting(
+        "",
+        "YAML file of the gate's rules, see docs/explanation/gate.md; empty: those of this package",
+        local=True,
     )
 
 

@@ -18,7 +18,8 @@ class Serve:
     k: list[int] = setting(
         [],
         "draft tokens per round at batch size 1, 2, ...; the last one for all larger batches; "
-        "empty: what verify chose for this drafter, else block_size - 1",
+        "0: no drafts; empty: what promote chose, else what verify chose for this drafter, else "
+        "block_size - 1",
     )
     max_model_len: int = setting(2048, "longest prompt + answer in tokens", minimum=1)
     max_num_seqs: int = setting(16, "requests in one batch", minimum=1)
@@ -53,6 +54,7 @@ class Fleet:
 class Verify:
     """Served acceptance and speed beside the replayed ones."""
 
+    drafter: str = setting("", "evaluated drafter folder; empty: the champion", path=True)
     domain: str = setting(
         "", "domain whose held-out prompts the speed is measured on; empty: the largest"
     )

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench import gate
 from bench.intervals import WORLDS, measure
-from jobs.base.sections.judging import Promote
 from jobs.evaluation.intervals import Resamples
-from jobs.promotion.gate import refusals
+from tests.helpers.promotion import reasons
 
 DATASETS, CONVERSATIONS, REQUESTS, DRAWS, K = 300, 24, 3, 400, 4
 GAIN = 0.12
@@ -152,7 +152,37 @@ def test_twenty_conversations_are_not_too_few_for_a_drafter_that_is_nearly_perfe
         "baseline": None,
         "leaking": {"leaking": 0, "samples": 20},
     }
-    assert refusals(Promote(), evaluation, None) == []
+    assert reasons(evaluation) == []
+
+
+def test_intervals_of_several_parts_together_are_wider():
+    """Student's quantile at 1 - 0.025 / 5 over that at 1 - 0.025, with 9 degrees of freedom."""
+    walks = [[3, 1, 0], [2, 0, 1], [1, 1, 1], [3, 3, 0], [0, 1, 0], [2, 2, 0], [1, 0, 3]]
+    walks += [[0, 0, 2], [3, 0, 1], [1, 2, 2]]
+    found = Resamples([str(i) for i in range(10)], 1000).tau(walks, 3)
+    assert found.effective == 10
+    alone, one = found.among(1), found.among(5)
+    assert alone[0] == pytest.approx(found.interval)
+    assert found.interval is not None
+    assert found.error is not None
+    assert one[0] is not None
+    for narrow, wide in zip(found.interval, one[0], strict=True):
+        assert wide - found.value == pytest.approx(1.4366 * (narrow - found.value), rel=1e-4)
+    assert one[1] == pytest.approx((3.2498 + 0.8416) * found.error, rel=1e-4)
+    uneven = Resamples(["a", "b", "c", "d", "e"], 200).tau([[1] * n for n in (1, 1, 1, 1, 96)], 3)
+    assert uneven.effective == pytest.approx(100**2 / (96**2 + 4))
+
+
+@pytest.mark.parametrize(("effect", "size"), [(0.0, 10), (0.0, 30), (-0.10, 200)])
+def test_equal_drafters_are_not_refused_and_losses_are(effect, size):
+    """docs/explanation/gate.md has the whole table; of 150 domains, 5 % would be 7."""
+    found = gate.shares(size, effect, 150)
+    if effect:
+        assert found[2]["refuse"] > 0.8
+        assert found[2]["pass"] < 0.2
+    else:
+        assert found[2]["refuse"] <= 0.04
+        assert found[20]["refuse"] <= 0.02
 
 
 @pytest.mark.parametrize("size", [5, 20, 100])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.proof.choose_k import Cost, choose, predicted
+from jobs.proof.choose_k import Cost, by_batch, choices, choose, predicted
 
 TAUS = {1: 1.5, 3: 2.4, 5: 2.9, 7: 3.0}
 
@@ -56,3 +56,21 @@ def test_one_lucky_pass_does_not_choose_a_long_block():
         for c in costs(0.05, 0.003)
     ]
     assert choose(TAUS, lucky)[-1] == 3
+
+
+def test_k_is_0_where_not_even_the_best_k_pays():
+    """Tau 1.44 was once promoted, and served slower than plain decoding at 8 requests."""
+    found = choices(TAUS, costs(0.05, 0.008))
+    assert found[0].k > 0
+    assert (found[-1].batch, found[-1].k, found[-1].best) == (8, 0, 3)
+    assert found[-1].speedup == pytest.approx(2.4 * 0.06 / (0.05 + 0.008 * 32))
+    assert choose(TAUS, costs(0.05, 0.008))[-1] == 0
+    assert choose({3: 1.2, 7: 1.3}, costs(0.08, 0.01)) == (0,)
+
+
+def test_the_floor_is_by_batch_size_and_the_last_is_for_all_larger():
+    speeds = {one.batch: one.speedup for one in choices(TAUS, costs(0.06, 0.0))}
+    assert speeds[1] == pytest.approx(2.5)
+    found = choices(TAUS, costs(0.06, 0.0), [1.0, 2.9])
+    assert [one.floor for one in found] == [1.0, *[2.9] * 7]
+    assert by_batch(found) == (7, 0, 0, 0, 0, 0, 7)

@@ -351,7 +351,9 @@ def test_evaluate_and_promote_through_a_server(rivals, tmp_path, server, capsys)
     work = shutil.copytree(rivals, tmp_path / "work")
     words = [f"work={work}", *RIVAL_SETTINGS, f"mlflow.uri={server}", "mlflow.model=tiny"]
     assert cli.main(["evaluate", *words]) == 0
-    assert cli.main(["promote", *words, "promote.min_tau=1.0", "promote.min_gain=-5"]) == 0
+    gate = work / "gate.yaml"
+    gate.write_text("tau: {min: 1}\ngain: {min: -5}\nspeed: {required: false}\n")
+    assert cli.main(["promote", *words, f"promote.gate={gate}"]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["decision"] == "promoted"
     cfg = load(None, words)
