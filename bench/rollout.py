@@ -4,7 +4,7 @@
 
 Nothing is served: conversations are drawn with an uneven ease, one to four answers each, K differs
 between answers (as by load), and two replicas take turns. After every tenth conversation the same
-code as in `flywheel rollout` decides; it stops at advance or roll back, or after MOST conversations.
+code as in `flywheel rollout` decides, until it advances or rolls back, at most MOST conversations.
 Two slices of unequal size and acceptance. `ratio`: the 5 % that are allowed over the largest share
 of wrong decisions; above 1 all errors are within their limit.
 """
@@ -18,8 +18,8 @@ from bench.harness import cpu_name, report
 from jobs.base.config import load
 from jobs.base.console import console, print_table
 from jobs.reconciling.evidence import Answer, Arms
-from jobs.reconciling.three_answers import judge
 from jobs.reconciling.sequential import positions
+from jobs.reconciling.three_answers import judge
 
 K, MOST, EVERY = 7, 3000, 10
 SLICES = {"chat": (0.7, 0.55), "code": (0.3, 0.75)}

@@ -1,11 +1,11 @@
 """Tests that may be looked at after every answer: their errors do not grow with looking.
 
 Two sides are compared by the logarithm of a ratio, such as tokens per round of the canary over
-those of the rest. Its standard error s comes from the spread between conversations. The interval is
-that of Robbins' normal mixture (a mixture sequential probability ratio test): with r = scale^2 / s^2
-a true value leaves `estimate +- s * boundary(r, error)` at any time, ever, in a share `error` of all
-comparisons. That holds for large samples (an asymptotic confidence sequence), so nothing is said
-before `FEWEST` conversations on each side; bench/rollout.py measures it.
+those of the rest. Its standard error s comes from the spread between conversations. The interval
+is that of Robbins' normal mixture (a mixture sequential probability ratio test): the true value is
+ever above `estimate + s * boundary(scale, s, error)`, at whatever look, in a share `error` of all
+comparisons, and likewise below. That holds for large samples (an asymptotic confidence sequence),
+so nothing is said before `FEWEST` conversations on each side; bench/rollout.py measures it.
 
 Failures and dead drafters have exact tests (test martingales, Ville's inequality): a value above
 1 / error is evidence.
@@ -144,7 +144,7 @@ def _spread(parts: Floats) -> float:
 
 
 def evidence_of_death(shares: Iterable[float], floor: float) -> float:
-    """Evidence that the mean of independent values in [0, 1] is below `floor`: exact at any time."""
+    """Evidence that the mean of independent values in [0, 1] is below `floor`, exact."""
     values = np.fromiter(shares, np.float64)
     bets = np.array([0.25, 0.5, 1.0])[:, None] / (1 - floor)
     return float(np.exp(np.log1p(bets * (floor - values)).sum(1)).mean())

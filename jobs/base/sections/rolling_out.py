@@ -42,9 +42,7 @@ class Rollout:
         "share of first drafts accepted below which a drafter goes back, whatever the others do",
         minimum=0.001,
     )
-    error: float = setting(
-        0.05, "chance of a wrong roll-back, and of a wrong advance", minimum=1e-6
-    )
+    error: float = setting(0.05, "chance of a wrong roll-back, and of an advance", minimum=1e-6)
     window: int = setting(
         300, "seconds: answers are compared if both sides answered in the same window", minimum=1
     )
@@ -57,7 +55,7 @@ class Rollout:
         120.0, "seconds that a replica may take for a load or an activation", minimum=0.1
     )
     restart_wait: int = setting(
-        900, "seconds to wait for replicas of `flywheel fleet up` to restart"
+        900, "seconds to wait for a restart of a replica of `flywheel fleet`"
     )
     floor: str = setting(
         "none",
