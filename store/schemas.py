@@ -167,7 +167,7 @@ PROMOTIONS = pa.schema(
     [
         ("number", pa.int32()),
         ("decided_at", TIMESTAMP),
-        ("action", pa.string()),  # promote | refuse | rollback
+        ("action", pa.string()),  # promote | refuse | rollback | rollout-...
         ("who", pa.string()),
         ("model", pa.string()),
         ("from_version", pa.string()),  # champion in the registry before the decision

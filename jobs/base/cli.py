@@ -36,6 +36,7 @@ STAGES = {
     "promote": ("jobs.promote", "make an evaluated drafter the champion, if the gate passes"),
     "rollback": ("jobs.rollback", "make the previous champion the champion again"),
     "serve": ("jobs.serve", "run vLLM with the target and a drafter"),
+    "rollout": ("jobs.rollout", "bring the fleet to the champion: a canary, then all, or back"),
     "verify": ("jobs.verify", "serve the champion: served beside replayed tau, text, speed"),
     "methods": ("jobs.methods", "other ways to draft on the same traffic: tau, speed, latency"),
     "report": ("jobs.report", "one HTML page about what was measured"),
@@ -55,7 +56,7 @@ POSITIONAL = {
     "promote": "promote.drafter",
 }
 # Stages with `plan(cfg)`: what `run` would do, for --plan.
-PLANNED = ("select", "train", "gc", "cache")
+PLANNED = ("select", "train", "gc", "cache", "rollout")
 # Stages that do not read what other stages wrote.
 ANY_LAYOUT = ("migrate", "doctor", "target")
 # Import name -> the extra that installs it, for the message about a missing package.

@@ -20,6 +20,9 @@ from store import promotions
 from store.ids import drafter_version
 from store.lease import lease, who
 
+MOVES = ("promote", "rollback")
+"""The actions in promotions/ that moved the champion; all others only say what was found."""
+
 Named = tuple[str | None, str | None]
 """Number of a version, and name of its drafter."""
 
@@ -66,7 +69,7 @@ class Moves:
     def complete_history(self, champion: Version | None) -> None:
         """Write a record for the present champion if the latest move has none."""
         records = promotions.read(self.cfg.table("promotions"))
-        moves = [r for r in records if r["action"] != "refuse"]
+        moves = [r for r in records if r["action"] in MOVES]
         known = moves[-1]["to_version"] if moves else None
         if champion is None or champion.number == known:
             return
@@ -75,7 +78,7 @@ class Moves:
         )
         before = moves[-1]["to_drafter"] if moves else None
         version, drafter = champion.number, drafter_version(champion.sha256)
-        self._append("promote", (known, before), (version, drafter), reason, None)
+        self.add("promote", (known, before), (version, drafter), reason, None)
         console.print(f"note: champion {champion.number}: {reason}; recorded now")
 
     def record(
@@ -89,9 +92,12 @@ class Moves:
     ) -> None:
         """Record a decision about the drafter `sha256`; `number`: its version, None without one."""
         before = (champion.number, drafter_version(champion.sha256)) if champion else (None, None)
-        self._append(action, before, (number, drafter_version(sha256)), reason, evidence)
+        self.add(action, before, (number, drafter_version(sha256)), reason, evidence)
 
-    def _append(self, action: str, before: Named, after: Named, reason: str, evidence: Any) -> None:
+    def add(
+        self, action: str, before: Named, after: Named, reason: str, evidence: Any
+    ) -> dict[str, Any]:
+        """Add a row to promotions/ and return it."""
         record = {
             "action": action,
             "who": who(),
@@ -103,4 +109,4 @@ class Moves:
             "reason": reason,
             "evidence": evidence,
         }
-        self.decisions.append(record)
+        return self.decisions.append(record)

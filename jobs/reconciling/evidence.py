@@ -42,6 +42,8 @@ def answer_of(row: dict[str, Any], slices: Sequence[str], k: int = MOST_K) -> An
     """The answer of a row of a replica's feed. `slices`: the domains judged on their own."""
     domain = str(row.get("domain") or "")
     accepted, drafted = row.get("accepted") or [], row.get("drafted") or []
+    if not row.get("drafter_sha256"):
+        accepted, drafted = [], []  # without a drafter there are no rounds
     counts = positions(accepted, drafted, k) if any(drafted) else ([0] * k, [0] * k, [0] * k)
     return Answer(
         slice=domain if domain in slices else OTHERS,

@@ -85,14 +85,15 @@ def boundary(scale: float, error: float, level: float) -> float:
 
 def tokens_per_round(canary: Side, rest: Side) -> Ratio | None:
     """Tokens per round of both sides as if they had been offered the same numbers of drafts: those
-    of both together. None where they have no position in common.
+    of both together. Without a drafter (no rounds are counted) it is 1. None where the sides have
+    no position in common.
     """
     count = len(canary.tried), len(rest.tried)
-    if not canary.tried.size or (rest.rounds and not rest.tried.size):
-        return None
+    if not canary.offered.any() or (rest.rounds and not rest.offered.any()):
+        return None  # K was 0 all the time: not the same as having no drafter
     drafting = [side for side in (canary, rest) if side.offered.any()]
     common = np.logical_and.accumulate(np.all([s.tried.sum(0) > 0 for s in drafting], axis=0))
-    if not drafting or not common.any():
+    if not common.any():
         return None
     k = int(common.sum())
     weights = sum(s.offered[:k] for s in drafting) / sum(s.rounds for s in drafting)

@@ -220,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return found
 
-    do_GET = do_PUT = do_POST = _handle  # noqa: N815
+    do_GET = do_PUT = do_POST = _handle
 
 
 @contextmanager

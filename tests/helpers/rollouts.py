@@ -1,0 +1,78 @@
+"""A registry with drafters, and fake replicas that serve them, for tests of roll-outs."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash.checkpoint import drafter_sha256
+from dflash.identity import target_id
+from jobs import rollout
+from jobs.base.config import Config
+from store import promotions
+from tests.helpers.fake_replica import TOKEN, FakeReplica, running
+from tests.helpers.promotion import make_registry, promoted
+
+FAST = ["rollout.poll=0.05", "rollout.wait=40", "rollout.window=100000", "rollout.timeout=5"]
+LOOSE = ["rollout.max_loss=0.15", "rollout.max_slice_loss=0.25"]
+"""Tolerances that some hundred answers can exclude."""
+
+
+@dataclass
+class World:
+    cfg: Config
+    fakes: list[FakeReplica]
+    sha: dict[str, str]  # by version
+
+    def run(self, *settings: str) -> dict[str, Any]:
+        return rollout.run(self.cfg)
+
+    def loaded(self) -> list[str]:
+        """The version each replica drafts with."""
+        return [fake.active["version"] if fake.active else "none" for fake in self.fakes]
+
+    def actions(self, prefix: str = "rollout-") -> list[tuple[str, str]]:
+        """(action, version) of every decision, without measurements."""
+        rows = promotions.read(self.cfg.table("promotions"))
+        return [
+            (r["action"].removeprefix(prefix), r["to_version"])
+            for r in rows
+            if not r["action"].endswith(("measure", "refuse"))
+        ]
+
+
+@contextmanager
+def world(
+    folder: Path,
+    database: Path,
+    chances: Sequence[dict[str, float]],
+    replicas: int = 2,
+    settings: Sequence[str] = (),
+    serving: str = "1",
+) -> Iterator[World]:
+    """A fleet that drafts with version `serving`, and a registry whose champion is the last one.
+
+    `chances[i]`: true chance of each draft of version i + 1, by domain.
+    """
+    cfg = make_registry(folder / "work", database)
+    (folder / "token").write_text(TOKEN)
+    against, known, sha = None, {}, {}
+    for i, chance in enumerate(chances, 1):
+        against, _ = promoted(cfg, f"d{i}", i, against=against)
+        sha[str(i)] = drafter_sha256(against)
+        known[sha[str(i)]] = chance
+    active = None
+    if serving:
+        active = {"version": serving, "sha256": sha[serving], "parameters_sha256": "", "tensors": 1}
+        active["compat"] = {"target_id": target_id(cfg.target_path)}
+    fakes = [
+        FakeReplica(f"r{i}", target_id(cfg.target_path), known, active, seed=i)
+        for i in range(replicas)
+    ]
+    with running(*fakes) as urls:
+        more = [f"rollout.replicas=[{','.join(urls)}]", f"rollout.token_file={folder / 'token'}"]
+        from jobs.base.config import load
+
+        cfg = load(None, [f"work={folder / 'work'}", *more, *FAST, *LOOSE, *settings])
+        yield World(cfg, fakes, sha)
