@@ -52,10 +52,8 @@ def required(
     overall["conversations"] = evaluation.get("conversations")
     high = limits.error / 2 / (len(slices) + 2)
     found = []
-    for name, one in [
-        (OVERALL, overall),
-        *((name, domains[name]) for name in slices if name in domains),
-    ]:
+    known = [(name, domains[name]) for name in slices if name in domains]
+    for name, one in [(OVERALL, overall), *known]:
         spread = _spread(one)
         tolerance = limits.max_loss if name == OVERALL else limits.max_slice_loss
         share = 1.0 if name == OVERALL else float(one["rounds"]) / total

@@ -1,5 +1,6 @@
 """A registry with drafters, and fake replicas that serve them, for tests of roll-outs."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 from dflash.checkpoint import drafter_sha256
 from dflash.identity import target_id
 from jobs import rollout
-from jobs.base.config import Config
+from jobs.base.config import Config, load
 from store import promotions
 from tests.helpers.fake_replica import TOKEN, FakeReplica, running
 from tests.helpers.promotion import make_registry, promoted
@@ -25,7 +26,7 @@ class World:
     fakes: list[FakeReplica]
     sha: dict[str, str]  # by version
 
-    def run(self, *settings: str) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         return rollout.run(self.cfg)
 
     def loaded(self) -> list[str]:
@@ -42,26 +43,33 @@ class World:
         ]
 
 
+def make_base(folder: Path, database: Path) -> Path:
+    """A work folder whose registry has two versions; the second is champion."""
+    cfg = make_registry(folder / "base", database)
+    first, _ = promoted(cfg, "d1", 1)
+    promoted(cfg, "d2", 2, against=first)
+    return cfg.path()
+
+
 @contextmanager
 def world(
     folder: Path,
-    database: Path,
+    base: Path,
     chances: Sequence[dict[str, float]],
     replicas: int = 2,
     settings: Sequence[str] = (),
     serving: str = "1",
 ) -> Iterator[World]:
-    """A fleet that drafts with version `serving`, and a registry whose champion is the last one.
+    """A fleet that drafts with version `serving` (empty: none), beside the registry of `make_base`,
+    whose champion is version 2.
 
     `chances[i]`: true chance of each draft of version i + 1, by domain.
     """
-    cfg = make_registry(folder / "work", database)
+    work = shutil.copytree(base, folder / "work")
+    cfg = load(None, [f"work={work}"])
     (folder / "token").write_text(TOKEN)
-    against, known, sha = None, {}, {}
-    for i, chance in enumerate(chances, 1):
-        against, _ = promoted(cfg, f"d{i}", i, against=against)
-        sha[str(i)] = drafter_sha256(against)
-        known[sha[str(i)]] = chance
+    sha = {str(i): drafter_sha256(work / "drafters" / f"d{i}") for i in (1, 2)}
+    known = {sha[str(i)]: chance for i, chance in enumerate(chances, 1)}
     active = None
     if serving:
         active = {"version": serving, "sha256": sha[serving], "parameters_sha256": "", "tensors": 1}
@@ -72,7 +80,5 @@ def world(
     ]
     with running(*fakes) as urls:
         more = [f"rollout.replicas=[{','.join(urls)}]", f"rollout.token_file={folder / 'token'}"]
-        from jobs.base.config import load
-
-        cfg = load(None, [f"work={folder / 'work'}", *more, *FAST, *LOOSE, *settings])
+        cfg = load(None, [f"work={work}", *more, *FAST, *LOOSE, *settings])
         yield World(cfg, fakes, sha)
