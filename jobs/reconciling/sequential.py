@@ -148,7 +148,13 @@ def evidence_of_death(shares: Iterable[float], floor: float) -> float:
     """Evidence that the mean of independent values in [0, 1] is below `floor`, exact."""
     values = np.fromiter(shares, np.float64)
     bets = np.array([0.25, 0.5, 1.0])[:, None] / (1 - floor)
-    return float(np.exp(np.log1p(bets * (floor - values)).sum(1)).mean())
+    with np.errstate(divide="ignore"):  # a value that excludes the claim leaves evidence 0
+        return float(np.exp(np.log1p(bets * (floor - values)).sum(1)).mean())
+
+
+def evidence_of_life(shares: Iterable[float], floor: float) -> float:
+    """Evidence that the mean of independent values in [0, 1] is above `floor`, exact."""
+    return evidence_of_death([1 - share for share in shares], 1 - floor)
 
 
 def evidence_of_failures(counts: Iterable[tuple[int, int, int, int]]) -> float:

@@ -3,7 +3,8 @@
 A drafter goes back when a loss is established, overall or in a slice, and not shown to be within
 its tolerance; when it fails more requests, is slower than tolerated, or drafts nothing that is
 accepted. It advances when losses beyond the tolerance are excluded, overall and in every slice that
-is judged on its own. Everything else is a hold: too little data is never a pass.
+is judged on its own, and when it is shown that some drafts are accepted at all. Everything else is
+a hold: too little data is never a pass.
 
 `rollout.error` bounds wrong roll-backs: half of it goes to acceptance, in equal parts to all slices
 and their sum, the other half to the four guards. A wrong advance needs every interval to be wrong
@@ -23,6 +24,7 @@ from jobs.reconciling.sequential import (
     Ratio,
     evidence_of_death,
     evidence_of_failures,
+    evidence_of_life,
     ratio_of_sums,
     together,
     tokens_per_round,
@@ -76,8 +78,10 @@ def judge(arms: Arms, limits: Rollout) -> Verdict:
     short = [j for j in slices if j.answer == "hold" and j.name != OTHERS]
     if reasons:
         answer = "rollback"
-    elif short:
+    elif short or not guards["first_drafts"]["alive"]:
         answer, reasons = "hold", [_short(j) for j in short]
+        if not reasons:
+            reasons = [f"{limits.min_first:.0%} of first drafts (rollout.min_first) is not proven"]
     else:
         answer = "advance"
         reasons = ["a loss beyond the tolerance is excluded, overall and in every judged domain"]
@@ -144,6 +148,7 @@ def _guards(arms: Arms, limits: Rollout) -> tuple[dict[str, Any], list[str]]:
     """The guards with their numbers, and why the canary goes back."""
     error = limits.error / 8
     dead = evidence_of_death(arms.first_shares.values(), limits.min_first)
+    alive = evidence_of_life(arms.first_shares.values(), limits.min_first) > 1 / limits.error
     failing = evidence_of_failures(arms.failures)
     (ours, our_first), (theirs, their_first) = arms.pace(CANARY), arms.pace(REST)
     speed, delay = ratio_of_sums(ours, theirs), ratio_of_sums(our_first, their_first)
@@ -169,7 +174,11 @@ def _guards(arms: Arms, limits: Rollout) -> tuple[dict[str, Any], list[str]]:
     if late[0] > limits.max_delay:
         reasons.append(f"the first token comes {late[0]:.0%} later, or worse")
     guards = {
-        "first_drafts": {"conversations": len(arms.first_shares), "evidence": _finite(dead)},
+        "first_drafts": {
+            "conversations": len(arms.first_shares),
+            "evidence": _finite(dead),
+            "alive": alive,
+        },
         "failed": {
             "canary": [failed, asked],
             "rest": [others_failed, others_asked],

@@ -55,7 +55,7 @@ def test_a_dead_drafter_is_stopped_at_the_canary_and_the_registry_goes_back(make
         found = one.run()
         assert found["decision"] == "rolled back", found
         assert not found["ok"]
-        assert "of the first drafts are accepted" in str(found["verdict"]["reasons"])
+        assert "all traffic loses" in found["verdict"]["reasons"][0]
         assert one.loaded() == ["1", "1", "1"]
         assert [fake.swaps for fake in one.fakes] == [2, 0, 0]
         assert aliases(one.cfg)["champion"] == "1"
@@ -67,10 +67,10 @@ def test_a_dead_drafter_is_stopped_at_the_canary_and_the_registry_goes_back(make
 
 
 def test_a_loss_in_one_domain_goes_back_with_enough_traffic(make):
-    with make(GOOD, {"a": 0.6, "b": 0.45}, settings=["rollout.max_slice_loss=0.1"]) as one:
+    with make(GOOD, {"a": 0.65, "b": 0.45}, settings=["rollout.max_slice_loss=0.1"]) as one:
         found = one.run()
         assert found["decision"] == "rolled back", found
-        assert "domain b loses" in found["verdict"]["reasons"][0]
+        assert "domain b loses" in str(found["verdict"]["reasons"])
         assert one.loaded() == ["1", "1"]
 
 
@@ -134,7 +134,8 @@ def test_without_an_earlier_champion_a_bad_one_falls_back_to_the_floor(make):
         Registry(one.cfg).client.delete_model_version("drafter", "1")
         assert one.run()["decision"] == "rolled back"
         assert one.loaded() == ["none", "none"]
-        assert one.actions()[2:] == [("canary", "2"), ("rollback", "2"), ("fallback", "2")]
+        found = [action for action, _ in one.actions()]
+        assert found[2:5] == ["canary", "rollback", "fallback"]
         assert one.run()["decision"] == "held"
 
 
@@ -186,6 +187,8 @@ def test_a_replica_killed_in_the_swap_comes_back_with_the_right_version(make, mo
 
 def test_a_replica_that_restarts_with_the_new_version_waits_for_the_canary(make):
     with make(GOOD, GOOD, replicas=3, settings=["rollout.wait=0"]) as one:
+        for fake in one.fakes:
+            fake.per_look = 2
         one.run()
         assert one.loaded() == ["2", "1", "1"]
         one.fakes[2].active = one.fakes[0].active
@@ -270,6 +273,8 @@ def test_hostile_domains_are_only_text(make, capsys):
 
 def test_a_version_deleted_meanwhile_leaves_the_canary(make):
     with make(GOOD, GOOD, settings=["rollout.wait=0"]) as one:
+        for fake in one.fakes:
+            fake.per_look = 2
         one.run()
         assert one.loaded() == ["2", "1"]
         Registry(one.cfg).client.delete_model_version("drafter", "2")
@@ -277,12 +282,11 @@ def test_a_version_deleted_meanwhile_leaves_the_canary(make):
         assert one.loaded() == ["1", "1"]
 
 
-def test_a_registry_that_is_away_is_named_and_nothing_changes(make, tmp_path):
+def test_a_registry_that_is_away_is_named_and_nothing_changes(make, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with make(GOOD, GOOD) as one:
-        away = replace(
-            one.cfg, mlflow=replace(one.cfg.mlflow, uri=f"sqlite:////{tmp_path}/no/x.db")
-        )
-        with pytest.raises((ValueError, OSError)):
+        away = replace(one.cfg, mlflow=replace(one.cfg.mlflow, uri="http://127.0.0.1:9"))
+        with pytest.raises(ValueError, match="start the MLflow server there"):
             rollout.run(away)
         assert one.loaded() == ["1", "1"]
         assert one.run()["decision"] == "advanced"

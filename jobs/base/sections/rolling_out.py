@@ -38,8 +38,9 @@ class Rollout:
         0.5, "share by which the canary's first token may come later", minimum=0.001
     )
     min_first: float = setting(
-        0.05,
-        "share of first drafts accepted below which a drafter goes back, whatever the others do",
+        0.1,
+        "share of first drafts accepted below which a drafter goes back, whatever the others do; "
+        "to advance, it must be above",
         minimum=0.001,
     )
     error: float = setting(0.05, "chance of a wrong roll-back, and of an advance", minimum=1e-6)
