@@ -149,7 +149,8 @@ def evidence_of_death(shares: Iterable[float], floor: float) -> float:
     values = np.fromiter(shares, np.float64)
     bets = np.array([0.25, 0.5, 1.0])[:, None] / (1 - floor)
     with np.errstate(divide="ignore"):  # a value that excludes the claim leaves evidence 0
-        return float(np.exp(np.log1p(bets * (floor - values)).sum(1)).mean())
+        logs = np.log1p(bets * (floor - values)).sum(1)
+    return float(np.exp(np.minimum(logs, 500)).mean())
 
 
 def evidence_of_life(shares: Iterable[float], floor: float) -> float:
