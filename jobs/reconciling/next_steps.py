@@ -62,7 +62,9 @@ def next_steps(now: Situation) -> list[Step]:
     """The steps in order; the last one is look, hold or done."""
     there = [one for one in now.seen if one.status is not None]
     if 2 * len(there) < len(now.seen):
-        return [Step("hold", f"{len(now.seen) - len(there)} of {len(now.seen)} replicas are gone")]
+        gone = [one.fault for one in now.seen if one.status is None]
+        why = f"{len(gone)} of {len(now.seen)} replicas do not answer ({gone[0]})"
+        return [Step("hold", why)]
     if any(one.status and one.status["state"] == "swapping" for one in there):
         return [Step("hold", "a replica is swapping its drafter at this moment")]
     champion = now.champion
@@ -158,8 +160,8 @@ def _compare(now: Situation, there: list[Observed]) -> list[Step]:
 
 def _end(now: Situation, gone: Sequence[Observed]) -> Step:
     if gone:
-        names = ", ".join(one.url for one in gone)
-        return Step("hold", f"not reached: {names}; it gets the champion when it answers")
+        faults = "; ".join(one.fault or one.url for one in gone)
+        return Step("hold", f"{faults}; who does not answer gets the champion later")
     if now.given_up:
         return Step("hold", f"not done: {', '.join(now.given_up)}")
     return Step("done", "every replica drafts with the champion")

@@ -33,8 +33,8 @@ def looks(rows: list[dict[str, Any]]) -> tuple[dict[str, list[Look]], dict[str, 
     panels: dict[str, list[Look]] = {}
     tolerances: dict[str, float] = {}
     for row in rows:
-        verdict = (row["evidence"] or {}).get("verdict")
-        for judged in (verdict or {}).get("judged", []):
+        verdict = (row["evidence"] or {}).get("verdict") or {}
+        for judged in verdict.get("judged", []):
             if judged["low"] is None:
                 continue
             if judged["name"] not in panels and len(panels) == MOST_PANELS:

@@ -174,12 +174,12 @@ class Reconciler:
         if step.why.startswith("falls back"):
             self._note(now, rows.FALLBACK, step.why)
         mine = now.history.canary
-        is_canary = mine is not None and mine["evidence"]["replica"] == step.url
+        first = mine if mine and mine["evidence"]["replica"] == step.url else None
         try:
             restarted = bring(self.cfg, self.fleet, self.registry, step.url, step.drafter)
         except CannotServe as error:
-            if is_canary and not now.history.proven and step.drafter.sha256 == _sha(now):
-                self._send_back(now, former_of(mine), f"it cannot be served: {error}", None)
+            if first and not now.history.proven and step.drafter.sha256 == _sha(now):
+                self._send_back(now, former_of(first), f"it cannot be served: {error}", None)
                 return ""
             self._give_up(step.url, str(error))
             return ""

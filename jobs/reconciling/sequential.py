@@ -96,7 +96,8 @@ def tokens_per_round(canary: Side, rest: Side) -> Ratio | None:
     if not common.any():
         return None
     k = int(common.sum())
-    weights = sum(s.offered[:k] for s in drafting) / sum(s.rounds for s in drafting)
+    offered = np.sum([s.offered[:k] for s in drafting], axis=0)
+    weights = offered / sum(s.rounds for s in drafting)
     ours, theirs = (_log_tau(side, weights, k) for side in (canary, rest))
     return Ratio(ours[0] - theirs[0], float(np.hypot(ours[1], theirs[1])), count)
 

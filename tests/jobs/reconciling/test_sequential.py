@@ -52,10 +52,9 @@ def test_the_same_drafter_at_another_k_shows_no_difference():
 
 
 def test_the_ratio_is_that_of_tokens_per_round():
-    ours = Side(np.array([[100.0, 50.0]]), np.array([[50.0, 25.0]]), np.array([100.0, 100.0]), 100)
-    theirs = Side(
-        np.array([[100.0, 80.0]]), np.array([[80.0, 64.0]]), np.array([100.0, 100.0]), 100
-    )
+    offered = np.array([100.0, 100.0])
+    ours = Side(np.array([[100.0, 50.0]]), np.array([[50.0, 25.0]]), offered, 100)
+    theirs = Side(np.array([[100.0, 80.0]]), np.array([[80.0, 64.0]]), offered, 100)
     found = tokens_per_round(ours, theirs)
     assert found is not None
     assert np.exp(found.value) == pytest.approx((1 + 0.5 + 0.25) / (1 + 0.8 + 0.64), rel=0.01)
