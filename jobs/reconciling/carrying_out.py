@@ -51,6 +51,8 @@ def _folder(registry: Registry, drafter: Named) -> Path | None:
         return None
     version = registry.get(drafter.version) if drafter.version.isdigit() else None
     if version is None or version.sha256 != drafter.sha256:
+        version = registry.find(drafter.sha256)  # it was started with a folder, not with a version
+    if version is None:
         raise ValueError(
             f"{drafter} is not in the registry (deleted, or never registered): a replica cannot be "
             "given it; promote or roll back to a version that is there"

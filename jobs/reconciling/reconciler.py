@@ -33,6 +33,7 @@ from jobs.reconciling.required_traffic import (
 )
 from jobs.reconciling.three_answers import Verdict, judge
 from jobs.registry.versions import CHAMPION, Registry, Version
+from jobs.tracking.mlflow_client import sqlite_file
 from serving.replica_client import ReplicaFault
 from store import promotions
 from store.lease import Lease, lease
@@ -45,6 +46,7 @@ NO_HISTORY = rows.History(None, "", False, None, None)
 @contextmanager
 def reconciling(cfg: Config) -> Iterator["Reconciler"]:
     """Be the only process, on any host, that rolls out. ValueError naming the other one."""
+    find_fleet(cfg)  # without one, nothing is written
     try:
         with lease(cfg.place("leases", "rollout"), wait=3.0) as held:
             yield Reconciler(cfg, held)
@@ -59,7 +61,9 @@ class Reconciler:
 
     def __init__(self, cfg: Config, held: Lease | None = None):
         self.cfg, self.held = cfg, held
-        self.registry = Registry(cfg)
+        file = sqlite_file(cfg)
+        # Without its file nothing was ever registered; opening a registry would create it.
+        self.registry = None if file is not None and not file.exists() else Registry(cfg)
         self.given_up: dict[str, str] = {}
         self.done: list[str] = []
         self.rollout: int | None = None
@@ -69,10 +73,11 @@ class Reconciler:
 
     def situation(self, with_canary: bool = True) -> Situation:
         """What is wanted, what is recorded, and what the replicas say now."""
-        cfg, champion = self.cfg, self.registry.current(CHAMPION)
+        cfg, champion, floor = self.cfg, None, None
         self.fleet = find_fleet(cfg)
-        floor = None
-        if cfg.rollout.floor != "none":
+        if self.registry is not None:
+            champion = self.registry.current(CHAMPION)
+        if self.registry is not None and cfg.rollout.floor != "none":
             floor = self.registry.get(cfg.rollout.floor)
             if floor is None:
                 raise ValueError(
@@ -173,6 +178,7 @@ class Reconciler:
     def _bring(self, now: Situation, step: Step) -> str:
         if step.why.startswith("falls back"):
             self._note(now, rows.FALLBACK, step.why)
+        assert self.registry is not None  # something is registered
         mine = now.history.canary
         first = mine if mine and mine["evidence"]["replica"] == step.url else None
         try:

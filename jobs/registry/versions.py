@@ -123,6 +123,11 @@ class Registry:
                 return replace(found, sha256=drafter_sha256(self.open(found)), old=False)
         return found
 
+    def find(self, sha256: str) -> Version | None:
+        """The first version of a drafter; None if it was never registered."""
+        found = self._search(SHA256, sha256)
+        return self.get(min(found, key=int)) if found else None
+
     def register(self, folder: Path, tags: dict[str, str]) -> Version:
         """The version of this drafter: the one with its identity, or a new one.
 

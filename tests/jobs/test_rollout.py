@@ -9,6 +9,7 @@ import pytest
 
 from dflash.checkpoint import drafter_sha256
 from jobs import rollback, rollout
+from jobs.base.config import load
 from jobs.reconciling.reconciler import reconciling
 from jobs.registry.versions import Registry
 from store import promotions
@@ -189,11 +190,13 @@ def test_a_replica_that_restarts_with_the_new_version_waits_for_the_canary(make)
     with make(GOOD, GOOD, replicas=3, settings=["rollout.wait=0"]) as one:
         for fake in one.fakes:
             fake.per_look = 2
+            assert fake.active is not None
+            fake.active = fake.active | {"version": "d1"}  # served from a folder
         one.run()
-        assert one.loaded() == ["2", "1", "1"]
+        assert one.loaded() == ["2", "d1", "d1"]
         one.fakes[2].active = one.fakes[0].active
         one.run()
-        assert one.loaded() == ["2", "1", "1"]
+        assert [fake.sha for fake in one.fakes] == [one.sha[v] for v in "211"]
 
 
 def test_counters_that_start_anew_are_no_failures(make):
@@ -246,6 +249,15 @@ def test_a_rollback_moves_registry_and_fleet(make):
         assert found["fleet"]["ok"], found
         assert one.loaded() == ["1", "1"]
         assert one.run()["decision"] == "unchanged"
+
+
+def test_without_replicas_or_a_registry_nothing_is_written(tmp_path):
+    work = tmp_path / "misspelled"
+    with pytest.raises(ValueError, match="no replica is known"):
+        rollout.run(load(None, [f"work={work}"]))
+    away = load(None, [f"work={work}", "rollout.replicas=[http://127.0.0.1:9]"])
+    assert rollout.plan(away)["steps"][0]["step"] == "hold"
+    assert not work.exists()
 
 
 def test_a_majority_that_is_gone_holds(make):
