@@ -6,7 +6,7 @@ and the kept answers are all it goes by. So it may be killed at any point.
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from jobs.base.config import Config
@@ -47,13 +47,12 @@ NO_HISTORY = rows.History(None, "", False, None, None)
 def reconciling(cfg: Config) -> Iterator["Reconciler"]:
     """Be the only process, on any host, that rolls out. ValueError naming the other one."""
     find_fleet(cfg)  # without one, nothing is written
-    try:
-        with lease(cfg.place("leases", "rollout"), wait=3.0) as held:
-            yield Reconciler(cfg, held)
-    except ValueError as error:
-        if "is held by" not in str(error):
-            raise
-        raise ValueError(f"another roll-out is running: {error}") from error
+    with ExitStack() as stack:
+        try:
+            held = stack.enter_context(lease(cfg.place("leases", "rollout"), wait=3.0))
+        except ValueError as error:
+            raise ValueError(f"another roll-out is running: {error}") from error
+        yield Reconciler(cfg, held)
 
 
 class Reconciler:
