@@ -17,7 +17,7 @@ from bench.harness import cpu_name, paired, report
 from jobs.base.config import Config
 from jobs.dataset.samples import load_requests
 from jobs.evaluation.drafters import find_drafter
-from jobs.servers.replica import server
+from jobs.servers.configured import server
 from jobs.servers.server_pool import serving
 from serving.client import counter
 from serving.vllm_server import SERVED_NAME, Server

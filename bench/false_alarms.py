@@ -32,7 +32,7 @@ from jobs.proof.engine_checks import Ours, check_drafts, check_text
 from jobs.proof.measurements import READ
 from jobs.proof.preflight_run import answer_of, prepare, traces, with_noise
 from jobs.proof.round_comparison import compare
-from jobs.servers.replica import server
+from jobs.servers.configured import server
 from jobs.servers.server_pool import serving
 from jobs.traffic import as_request, demo_prompts
 from serving.client import Completion, Request, complete

@@ -32,7 +32,7 @@ from jobs.evaluation.drafters import find_drafter
 from jobs.proof.engine_checks import Ours, check_drafts
 from jobs.proof.preflight_run import answer_of, prepare, traces, with_noise
 from jobs.proof.round_comparison import compare
-from jobs.servers.replica import server
+from jobs.servers.configured import server
 from jobs.servers.server_pool import serving
 from serving.client import Request, complete
 from serving.drafts import read_drafts

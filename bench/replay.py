@@ -23,7 +23,7 @@ from jobs.base.target_facts import end_tokens
 from jobs.dataset.samples import load_requests
 from jobs.evaluation.drafters import find_drafter
 from jobs.proof.greedy_requests import as_request
-from jobs.servers.replica import server
+from jobs.servers.configured import server
 from jobs.servers.server_pool import serving
 from serving.client import complete
 

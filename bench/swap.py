@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 import torch
-from serving.replica_client import ReplicaClient
 
 from bench.harness import cpu_name, report
 from dflash.checkpoint import drafter_sha256, load_drafter, save_drafter, stored_dtype
@@ -27,7 +26,8 @@ from dflash.identity import target_id
 from jobs.base.config import load
 from jobs.dataset.samples import load_rows
 from jobs.evaluation.drafters import find_drafter
-from jobs.servers.replica import server
+from jobs.servers.configured import server
+from serving.replica_client import ReplicaClient
 from serving.vllm_server import SERVED_NAME
 
 CLIENTS, REPEATS = 8, 5

@@ -20,16 +20,20 @@ from ray import serve as ray_serve
 from jobs.base.cli import run_as_module
 from jobs.base.cluster import cluster
 from jobs.base.config import Config
-from jobs.base.console import console
+from jobs.base.console import console, print_table
+from jobs.reconciling.observed import FLEET_STATE, FLEET_WANTED, find_fleet, observe
 from jobs.registry.versions import resolve
 from jobs.servers.deployment import deploy, make_token
 
-STATE, WANTED = "fleet.json", "fleet_wanted.json"
 POLL_SECONDS = 1.0
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Serve until Ctrl-C; returns the endpoint and the seconds it ran."""
+    """Serve until Ctrl-C; returns the endpoint and the seconds it ran. With fleet.action=status,
+    what each replica says. Raises ValueError where the replicas do not start, or none is known.
+    """
+    if cfg.fleet.action == "status":
+        return _status(cfg)
     started = time.monotonic()
     token = make_token(Path(cfg.serve.token_file or cfg.path("fleet.token")))
     cfg = _with_drafter(cfg)
@@ -43,15 +47,27 @@ def run(cfg: Config) -> dict[str, Any]:
             console.print(f"{endpoint}/v1 serves {cfg.target_path}; Ctrl-C stops")
             while True:
                 urls = ray.get(book.read.remote())["urls"]
-                _write(cfg.path(STATE), endpoint, token, urls)
+                _write(cfg.path(FLEET_STATE), endpoint, token, urls)
                 _restart_wanted(cfg, book)
                 time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
             pass
         finally:
-            cfg.path(STATE).unlink(missing_ok=True)
+            cfg.path(FLEET_STATE).unlink(missing_ok=True)
             ray_serve.shutdown()
     return {"ok": True, "endpoint": endpoint, "seconds": round(time.monotonic() - started, 1)}
+
+
+def _status(cfg: Config) -> dict[str, Any]:
+    seen = observe(cfg, find_fleet(cfg))
+    rows = [
+        [one.url, one.label, said.get("state"), said.get("swaps"), one.fault or said.get("fault")]
+        for one in seen
+        for said in [one.status or {}]
+    ]
+    print_table("Replicas", ["replica", "drafts with", "state", "changes", "fault"], rows)
+    found = {one.url: {"drafter": one.label, "fault": one.fault} for one in seen}
+    return {"stage": "fleet", "ok": all(one.status for one in seen), "replicas": found}
 
 
 def _with_drafter(cfg: Config) -> Config:
@@ -73,20 +89,21 @@ def _write(file: Path, endpoint: str, token: Path, urls: dict[str, str]) -> None
 
 def _restart_wanted(cfg: Config, book: Any) -> None:
     """Pass on what `rollout` wants to be restarted, once."""
-    file = cfg.path(WANTED)
+    file = cfg.path(FLEET_WANTED)
     try:
-        wanted = json.loads(file.read_text())
-        version, urls = str(wanted["version"]), set(wanted["replicas"])
+        asked = json.loads(file.read_text())["replicas"].items()
+        wanted = {url: str(drafter["version"] or "none") for url, drafter in asked}
     except FileNotFoundError:
         return
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         console.print(f"{file} is damaged ({error}): removed", style="yellow")
         file.unlink()
         return
-    known = ray.get(book.read.remote())["urls"]
-    names = [name for name, url in known.items() if url in urls]
-    ray.get(book.want.remote(version, names))
     file.unlink()
+    names = ray.get(book.read.remote())["urls"]
+    for name, url in names.items():
+        if url in wanted:
+            ray.get(book.want.remote(name, wanted[url]))
 
 
 if __name__ == "__main__":

@@ -2,18 +2,20 @@
 
 Make an earlier champion the champion again: the latest one that still loads, is for the same target
 and was not itself rolled back. The present champion is marked bad, so that no gate accepts it
-again.
+again. Then the replicas follow at once, if any are known (`flywheel rollout` brings later what does
+not answer now).
 """
 
 from typing import Any
 
-from dflash.identity import legacy_target_id, target_id
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console
 from jobs.promotion.champion_moves import promoting
-from jobs.registry.versions import CHAMPION, Registry, Version
-from store import promotions
+from jobs.promotion.going_back import go_back
+from jobs.reconciling.observed import has_fleet
+from jobs.reconciling.reconciler import reconciling
+from jobs.registry.versions import CHAMPION
 
 
 def run(cfg: Config) -> dict[str, Any]:
@@ -23,20 +25,15 @@ def run(cfg: Config) -> dict[str, Any]:
     the reason for each.
     """
     with promoting(cfg) as moves:
-        registry = moves.registry
-        champion = registry.current(CHAMPION)
+        champion = moves.registry.current(CHAMPION)
         if champion is None:
             raise ValueError(
                 "the registry has no champion, so there is nothing to roll back: "
                 "`flywheel promote` makes one"
             )
-        moves.complete_history(champion)
-        target, skipped = _earlier(cfg, registry, champion)
-        # Before the alias moves: if the rollback is interrupted, the version is refused already.
-        registry.mark_bad(champion, cfg.rollback.reason)
-        evidence = {"skipped": skipped}
-        moves.move("rollback", champion, target, cfg.rollback.reason, evidence)
+        target, skipped = go_back(cfg, moves, champion, cfg.rollback.reason)
     console.print(f"rolled back: champion {champion.number} -> {target.number}")
+    fleet = _fleet(cfg) if has_fleet(cfg) else None
     return {
         "stage": "rollback",
         "decision": "rolled back",
@@ -44,69 +41,22 @@ def run(cfg: Config) -> dict[str, Any]:
         "previous": champion.number,
         "reason": cfg.rollback.reason,
         "skipped": skipped,
+        "fleet": fleet,
     }
 
 
-def _earlier(cfg: Config, registry: Registry, champion: Version) -> tuple[Version, list[str]]:
-    """The latest former champion that can be used, and why later ones cannot."""
-    records = promotions.read(cfg.table("promotions"))
-    records = [r for r in records if r["action"] in promotions.MOVES]
-    numbers = dict.fromkeys(record["to_version"] for record in reversed(records))
-    skipped = []
-    for number in numbers:
-        if number == champion.number:
-            continue
-        version = registry.get(number)
-        fault = "it was deleted" if version is None else _fault(cfg, registry, version, champion)
-        if version is not None and fault is None:
-            return version, skipped
-        skipped.append(f"version {number}: {fault}")
-    tried = "; ".join(skipped) or f"champion {champion.number} is the first one"
-    raise ValueError(f"nothing to roll back to: {tried}")
-
-
-def _fault(cfg: Config, registry: Registry, version: Version, champion: Version) -> str | None:
-    if version.bad:
-        return f"it was rolled back itself ({version.bad})"
+def _fleet(cfg: Config) -> dict[str, Any]:
+    """Bring the replicas to the new champion, without a canary: it served before."""
     try:
-        folder = registry.open(version)
-    except ValueError as error:
-        return str(error)
-    theirs = version.compat["target_id"]
-    if theirs == champion.compat["target_id"]:
-        return None
-    if theirs != _former_id(cfg):
-        return "it is for another target"
-    if _replaced(cfg, version):
-        return None
-    return (
-        f"it carries {theirs}, a former id of this target that did not cover all bytes of the "
-        f"weights: `flywheel evaluate {folder}`, then `flywheel promote {folder}` tags it with "
-        "today's, even if the gate refuses it"
-    )
-
-
-def _former_id(cfg: Config) -> str:
-    """The id that the target had before ids covered all bytes of the weights. Empty where the
-    target folder is missing: a rollback does not need it.
-    """
-    try:
-        return legacy_target_id(cfg.target_path)
-    except ValueError:
-        return ""
-
-
-def _replaced(cfg: Config, version: Version) -> bool:
-    """Whether a recorded evaluation replayed this version as baseline on the target with today's
-    id. Then it works on exactly these weights, although its own id does not cover all their bytes.
-    """
-    identity = target_id(cfg.target_path)
-    found = [r["evidence"] or {} for r in promotions.read(cfg.table("promotions"))]
-    return any(
-        (one.get("baseline") or {}).get("drafter_sha256") == version.sha256
-        and one.get("target_id") == identity
-        for one in found
-    )
+        with reconciling(cfg) as one:
+            end, why, now = one.run(with_canary=False)
+    except (ValueError, OSError) as error:  # the registry has moved, and that stands
+        end, why, now = "hold", str(error), None
+    console.print(f"fleet: {why}")
+    if end != "done":
+        console.print("note: `flywheel rollout` goes on when that is mended")
+    replicas = {one.url: one.label for one in now.seen} if now else {}
+    return {"ok": end == "done", "why": why, "replicas": replicas}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console
-from jobs.servers.replica import server
+from jobs.servers.configured import server
 from serving.vllm_server import SERVED_NAME
 
 

@@ -14,7 +14,7 @@ from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import print_table
 from jobs.demo_data.prompts import Prompt, prompts
-from jobs.servers.replica import server
+from jobs.servers.configured import server
 from serving.client import Request, complete
 
 

@@ -171,7 +171,7 @@ PROMOTIONS = pa.schema(
     [
         ("number", pa.int32()),
         ("decided_at", TIMESTAMP),
-        ("action", pa.string()),  # promote | hold | refuse | rollback
+        ("action", pa.string()),  # promote | hold | refuse | rollback | rollout-...
         ("who", pa.string()),
         ("model", pa.string()),
         ("from_version", pa.string()),  # champion in the registry before the decision

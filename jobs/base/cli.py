@@ -38,6 +38,7 @@ STAGES = {
     "rollback": ("jobs.rollback", "make the previous champion the champion again"),
     "serve": ("jobs.serve", "run vLLM with the target and a drafter"),
     "fleet": ("jobs.fleet", "replicas of vLLM behind one endpoint, until Ctrl-C"),
+    "rollout": ("jobs.rollout", "bring the fleet to the champion: a canary, then all, or back"),
     "verify": ("jobs.verify", "serve a drafter: served beside replayed tau, text, speed"),
     "methods": ("jobs.methods", "other ways to draft on the same traffic: tau, speed, latency"),
     "report": ("jobs.report", "one HTML page about what was measured"),
@@ -60,7 +61,7 @@ POSITIONAL = {
     "verify": "verify.drafter",
 }
 # Stages with `plan(cfg)`: what `run` would do, for --plan.
-PLANNED = ("select", "train", "promote", "gc", "cache")
+PLANNED = ("select", "train", "promote", "rollout", "gc", "cache")
 # Stages that do not read what other stages wrote.
 ANY_LAYOUT = ("migrate", "doctor", "target")
 # Import name -> the extra that installs it, for the message about a missing package.

@@ -22,6 +22,7 @@ LOGGED = (
     "preflight",
     "promote",
     "rollback",
+    "rollout",
     "verify",
     "methods",
     "migrate",

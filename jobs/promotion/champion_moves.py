@@ -75,7 +75,7 @@ class Moves:
         )
         before = moves[-1]["to_drafter"] if moves else None
         version, drafter = champion.number, drafter_version(champion.sha256)
-        self._append("promote", (known, before), (version, drafter), reason, None)
+        self.add("promote", (known, before), (version, drafter), reason, None)
         console.print(f"note: champion {champion.number}: {reason}; recorded now")
 
     def record(
@@ -89,9 +89,12 @@ class Moves:
     ) -> None:
         """Record a decision about the drafter `sha256`; `number`: its version, None without one."""
         before = (champion.number, drafter_version(champion.sha256)) if champion else (None, None)
-        self._append(action, before, (number, drafter_version(sha256)), reason, evidence)
+        self.add(action, before, (number, drafter_version(sha256)), reason, evidence)
 
-    def _append(self, action: str, before: Named, after: Named, reason: str, evidence: Any) -> None:
+    def add(
+        self, action: str, before: Named, after: Named, reason: str, evidence: Any
+    ) -> dict[str, Any]:
+        """Add a row to promotions/ and return it."""
         record = {
             "action": action,
             "who": who(),
@@ -103,4 +106,4 @@ class Moves:
             "reason": reason,
             "evidence": evidence,
         }
-        self.decisions.append(record)
+        return self.decisions.append(record)

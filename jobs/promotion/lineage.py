@@ -26,9 +26,9 @@ def lineage(cfg: Config, registry: Registry, candidate: Candidate) -> dict[str, 
     tags = {tag: made[name] for name, tag in INPUTS.items() if made.get(name)}
     if base := made.get("base"):
         tags[BASE] = base
-        parent = registry.with_identity(base)
+        parent = registry.find(base)
         if parent is not None:
-            tags["train.base.version"] = parent
+            tags["train.base.version"] = parent.number
     place = cfg.place("evaluations", f"{candidate.folder.name}.json")
     tags["eval.file"] = str(place)
     report = cfg.place("reports")

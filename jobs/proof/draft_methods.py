@@ -11,7 +11,7 @@ from jobs.base.drafter_folders import local_folder, newest_drafter
 from jobs.base.target_facts import target_config
 from jobs.dataset.slices import Row
 from jobs.registry.versions import resolve
-from jobs.servers.replica import verified_k
+from jobs.servers.configured import verified_k
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys of a target's config for its number of layers for multi-token prediction (MTP)."""

@@ -16,7 +16,7 @@ from jobs.proof.draft_methods import Method
 from jobs.proof.greedy_requests import as_request
 from jobs.proof.measurements import READ
 from jobs.proof.speed import speed_domain, speed_loads
-from jobs.servers.replica import server
+from jobs.servers.configured import server
 from jobs.servers.server_pool import require, serving
 from serving.client import Completion, Request, Speed, compare_speeds, complete
 from serving.greedy import Reading, judge, read_again

@@ -38,7 +38,7 @@ from jobs.proof.engine_checks import (
 from jobs.proof.greedy_requests import PLAIN, as_request, longest, servable
 from jobs.proof.reference_check import too_large
 from jobs.proof.template_check import ask_endings, check_template
-from jobs.servers.replica import server
+from jobs.servers.configured import server
 from jobs.servers.server_pool import require
 from serving.client import Completion, Request, complete, counter
 from serving.drafts import Recorded, drafted, read_drafts

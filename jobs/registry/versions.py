@@ -130,10 +130,6 @@ class Registry:
         number = self._known(folder, sha256)
         return None if number is None else self.get(number)
 
-    def with_identity(self, sha256: str) -> str | None:
-        """The number of the version of the drafter with this identity; None without one."""
-        return min(self._search(SHA256, sha256), key=int, default=None)
-
     def all_tags(self) -> list[tuple[str, dict[str, str]]]:
         """(identity, tags) of every version that was registered here, the oldest first."""
         found = self.client.search_model_versions(equals("name", self.model))
@@ -143,6 +139,11 @@ class Registry:
     def served_k(self, number: str) -> list[int]:
         """K by batch size that a promotion of the version chose; [] if it chose none."""
         return json.loads(self.client.get_model_version(self.model, number).tags.get(K, "[]"))
+
+    def find(self, sha256: str) -> Version | None:
+        """The first version of a drafter; None if it was never registered."""
+        found = self._search(SHA256, sha256)
+        return self.get(min(found, key=int)) if found else None
 
     def register(self, folder: Path, tags: dict[str, str]) -> Version:
         """The version of this drafter: the one with its identity, or a new one.

@@ -57,6 +57,8 @@ LONGEST = 20
 Interval = list[float] | None
 Point = tuple[str, float, Interval]
 """Name, value, interval."""
+Look = tuple[int, float, float, float]
+"""Answers so far, estimate, low and high end."""
 
 
 def lines_by_position(lines: Mapping[str, tuple[Sequence[float], Sequence[Interval]]]) -> str:
@@ -209,6 +211,34 @@ def training_curves(
         below.set(xlabel="step", ylabel="replayed tau, val")
         if taus:
             below.legend()
+        return _svg(figure)
+
+
+def sequential_intervals(
+    title: str, panels: Mapping[str, Sequence[Look]], tolerances: Mapping[str, float]
+) -> str:
+    """How the intervals of a roll-out narrowed, one panel for each slice: relative differences over
+    the answers of the canary, with the tolerance as a dotted line.
+    """
+    with _style("rollout"):
+        figure = Figure(figsize=(4.2, 0.6 + 1.7 * len(panels)), layout="constrained")
+        for axes, (name, looks) in zip(
+            figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0],
+            panels.items(),
+            strict=True,
+        ):
+            answers, middle, low, high = zip(*looks, strict=True)
+            axes.fill_between(answers, low, high, color=BLUE, alpha=0.25, linewidth=0)
+            axes.plot(answers, middle, "o-", color=BLUE, markersize=3)
+            axes.axhline(0, color=GRAY, linewidth=0.8)
+            axes.axhline(-tolerances[name], color=RED, linewidth=1, linestyle=":")
+            reach = max(0.15, 2.5 * tolerances[name], 1.3 * max(map(abs, middle)))
+            axes.set_ylim(-reach, reach)  # the first intervals may be as wide as the scale
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
+            axes.set_title(_short(name), loc="left", fontsize=10)
+        axes.set_xlabel("answers of the canary")
+        figure.supylabel("tokens per round against the rest", fontsize=10)
+        figure.suptitle(title, fontsize=10)
         return _svg(figure)
 
 

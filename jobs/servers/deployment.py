@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from jobs.base.config import Config
-from jobs.servers.replica import server
+from jobs.servers.configured import server
 from serving.vllm_server import Server
 
 APPLICATION = "flywheel"
@@ -48,10 +48,9 @@ class Book:
         """A replica has ended."""
         self.urls.pop(name, None)
 
-    def want(self, version: str, names: list[str]) -> None:
-        """These replicas restart with a version, and later ones start with it."""
-        self.wanted = version
-        self.restarts |= dict.fromkeys(names, version)
+    def want(self, name: str, version: str) -> None:
+        """A replica restarts with a version (or `none`), and later ones start with it."""
+        self.wanted = self.restarts[name] = version
 
     def read(self) -> dict[str, Any]:
         """Everything."""

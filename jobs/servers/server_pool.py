@@ -9,7 +9,7 @@ import torch
 
 from jobs.base.config import Config
 from jobs.base.devices import served_dtype
-from jobs.servers.replica import server
+from jobs.servers.configured import server
 from serving.server_memory import GIB, free_bytes, gpu_share, server_bytes
 from serving.vllm_server import Server, vllm_runs_on_cpu
 

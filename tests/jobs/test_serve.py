@@ -11,7 +11,7 @@ from dflash.identity import target_id
 from dflash.model import Drafter
 from jobs.base import devices
 from jobs.base.config import load
-from jobs.servers import replica
+from jobs.servers import configured
 from tests.helpers.promotion import SHAPE
 from tests.helpers.tiny import make_target
 
@@ -43,32 +43,32 @@ def verified(cfg, folder, name, age, **changes):
 
 def test_k_is_what_the_latest_verify_of_this_drafter_chose(cfg):
     folder = save_drafter(Drafter(SHAPE), cfg.path("drafters", "one"), torch.float32)
-    assert replica.verified_k(cfg, folder) == []
+    assert configured.verified_k(cfg, folder) == []
     verified(cfg, folder, "a", 30)
     verified(cfg, folder, "b", 20, k_by_batch_size=[5])
     verified(cfg, folder, "c", 10, drafter_sha256="other", k_by_batch_size=[1])
-    assert replica.verified_k(cfg, folder) == [5]
+    assert configured.verified_k(cfg, folder) == [5]
     path = verified(cfg, folder, "d", 0)
     path.write_text("{}")
     with pytest.raises(
         ValueError, match=r"d\.json is damaged \(it lacks drafter_sha256, target_id"
     ):
-        replica.verified_k(cfg, folder)
+        configured.verified_k(cfg, folder)
     path.unlink()
     config = folder / "config.json"
     config.write_text(config.read_text().replace("1e-05", "0.1"))
-    assert replica.verified_k(cfg, folder) == [], "another rms_norm_eps is another drafter"
+    assert configured.verified_k(cfg, folder) == [], "another rms_norm_eps is another drafter"
 
 
 def test_a_drafter_that_pays_nowhere_is_not_served(cfg):
     folder = save_drafter(Drafter(SHAPE), cfg.path("drafters", "one"), torch.float32)
     serving = cfg.override("serve", drafter=str(folder))
     verified(cfg, folder, "a", 30, k_by_batch_size=[3, 0])
-    assert replica.server(serving).k == (3, 0)
+    assert configured.server(serving).k == (3, 0)
     verified(cfg, folder, "b", 20, k_by_batch_size=[0])
-    none = replica.server(serving)
+    none = configured.server(serving)
     assert (none.drafter, none.k, none.drafter_version) == (None, (), None)
-    assert replica.server(serving.override("serve", k=[2])).k == (2,)
+    assert configured.server(serving.override("serve", k=[2])).k == (2,)
 
 
 def test_a_champion_is_served_with_the_k_that_its_promotion_chose(cfg, monkeypatch):
@@ -77,6 +77,6 @@ def test_a_champion_is_served_with_the_k_that_its_promotion_chose(cfg, monkeypat
     monkeypatch.setattr(replica, "served_k", lambda cfg, number: {"4": [2, 0]}[number])
     verified(cfg, folder, "a", 30, k_by_batch_size=[3])
     serving = cfg.override("serve", drafter="champion")
-    assert replica.server(serving).k == (2, 0)
+    assert configured.server(serving).k == (2, 0)
     monkeypatch.setattr(replica, "served_k", lambda *args: [])
-    assert replica.server(serving).k == (3,)
+    assert configured.server(serving).k == (3,)

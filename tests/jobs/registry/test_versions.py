@@ -18,7 +18,7 @@ from jobs.evaluation import drafters
 from jobs.promotion.candidate import read_candidate
 from jobs.registry import versions
 from jobs.registry.versions import FIELDS, OLD_SHA256, SHA256, Registry
-from jobs.servers import replica
+from jobs.servers import configured
 from jobs.tracking import mlflow_client
 from jobs.tracking.mlflow_client import MlflowFault
 from jobs.tracking.mlflow_runs import Tracker, attach, metric_name
@@ -86,7 +86,7 @@ def test_promotion_through_a_server(remote):
     second, _ = promoted(remote, "two", 2, against=first)
     for folder in (first, second):
         shutil.rmtree(folder)
-    found, version = replica._drafter(remote.override("serve", drafter="champion"))
+    found, version = configured._drafter(remote.override("serve", drafter="champion"))
     assert version == "2"
     assert found is not None
     assert found.is_relative_to(remote.path("downloads"))
