@@ -4,6 +4,7 @@ import json
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -212,6 +213,25 @@ def test_counters_that_start_anew_are_no_failures(make):
         assert asked["canary"][0] == asked["rest"][0] == 0
         assert asked["rest"][1] >= 500
         assert found["verdict"]["answers"][0] > 80
+
+
+def test_a_watching_roll_out_survives_faults_and_ends_with_ctrl_c(make, monkeypatch, capsys):
+    with make(GOOD, GOOD, settings=["rollout.watch=true"]) as one:
+        told: list[str] = []
+
+        def once_more(_: float) -> None:
+            told.append(capsys.readouterr().err)
+            if len(told) == 3:
+                raise KeyboardInterrupt
+            one.cfg.path("freeze.json").unlink(missing_ok=True)
+
+        one.cfg.path("freeze.json").write_text("no JSON")
+        monkeypatch.setattr(rollout, "time", SimpleNamespace(sleep=once_more))
+        found = one.run()
+        assert found["ok"]
+        assert "freeze.json is damaged" in told[0]
+        assert one.loaded() == ["2", "2"]
+        assert told[2] == ""  # nothing new, nothing told
 
 
 def test_a_frozen_fleet_is_only_observed(make):
