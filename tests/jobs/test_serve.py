@@ -73,10 +73,10 @@ def test_a_drafter_that_pays_nowhere_is_not_served(cfg):
 
 def test_a_champion_is_served_with_the_k_that_its_promotion_chose(cfg, monkeypatch):
     folder = save_drafter(Drafter(SHAPE), cfg.path("drafters", "one"), torch.float32)
-    monkeypatch.setattr(replica, "resolve", lambda *args: ("4", folder))
-    monkeypatch.setattr(replica, "served_k", lambda cfg, number: {"4": [2, 0]}[number])
+    monkeypatch.setattr(configured, "resolve", lambda *args: ("4", folder))
+    monkeypatch.setattr(configured, "served_k", lambda cfg, number: {"4": [2, 0]}[number])
     verified(cfg, folder, "a", 30, k_by_batch_size=[3])
     serving = cfg.override("serve", drafter="champion")
     assert configured.server(serving).k == (2, 0)
-    monkeypatch.setattr(replica, "served_k", lambda *args: [])
+    monkeypatch.setattr(configured, "served_k", lambda *args: [])
     assert configured.server(serving).k == (3,)
