@@ -23,7 +23,7 @@ from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from jobs.reconciling.observed import FLEET_STATE, FLEET_WANTED, find_fleet, observe
 from jobs.registry.versions import resolve
-from jobs.servers.deployment import deploy, make_token
+from jobs.servers.deployment import deploy, make_token, read_book
 
 POLL_SECONDS = 1.0
 
@@ -46,7 +46,7 @@ def run(cfg: Config) -> dict[str, Any]:
             book = deploy(cfg, str(token))
             console.print(f"{endpoint}/v1 serves {cfg.target_path}; Ctrl-C stops")
             while True:
-                urls = ray.get(book.read.remote())["urls"]
+                urls = read_book(book)["urls"]
                 _write(cfg.path(FLEET_STATE), endpoint, token, urls)
                 _restart_wanted(cfg, book)
                 time.sleep(POLL_SECONDS)
@@ -100,7 +100,7 @@ def _restart_wanted(cfg: Config, book: Any) -> None:
         file.unlink()
         return
     file.unlink()
-    names = ray.get(book.read.remote())["urls"]
+    names = read_book(book)["urls"]
     for name, url in names.items():
         if url in wanted:
             ray.get(book.want.remote(name, wanted[url]))

@@ -85,7 +85,12 @@ def _settings(cfg: Config, base: Path) -> Config:
     cfg = cfg.override("serve", drafter="champion", capture=str(capture))
     cfg = cfg.override("ingest", logs=[str(cfg.path("capture")), str(capture)])
     cfg = cfg.override("train", base=str(base), steps=cfg.demo.more_steps)
-    return cfg.override("rollout", poll=2.0, wait=600)
+    cfg = cfg.override("promote", gate=str(Path(__file__).with_name("demo_fleet_gate.yaml")))
+    # Tolerances that a few hundred requests can decide: with the defaults it takes thousands
+    # (docs/explanation/rollout.md), and two cores answer about one a second.
+    return cfg.override(
+        "rollout", poll=2.0, wait=600, max_loss=0.15, max_slice_loss=0.3, min_share=0.2
+    )
 
 
 @contextmanager
@@ -135,12 +140,12 @@ class Clients:
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """Mixed traffic as long as the block runs."""
+        """Orders, and one ticket in eight, as long as the block runs."""
         stopped, number = threading.Event(), iter(range(sys.maxsize))
         rng = random.Random(time.time_ns())
         mixed = [
-            *prompts("orders", 200, rng.randrange(10**6)),
-            *prompts("tickets", 200, rng.randrange(10**6)),
+            *prompts("orders", 700, rng.randrange(10**6)),
+            *prompts("tickets", 100, rng.randrange(10**6)),
         ]
         rng.shuffle(mixed)
         running = self._work(lambda: None if stopped.is_set() else mixed[next(number) % len(mixed)])

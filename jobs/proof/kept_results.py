@@ -36,7 +36,13 @@ def methods_result(cfg: Config, methods: Sequence[Method], rows: Sequence[dict[s
 def preflight_result(cfg: Config, folder: Path) -> Kept:
     """Where the result is kept for these files, this target, these serving settings, this vLLM."""
     serve = asdict(cfg.serve)
-    for name in ("host", "port", "drafter", "capture"):  # drafts do not depend on these
+    for name in (
+        "host",
+        "port",
+        "drafter",
+        "capture",
+        "token_file",
+    ):  # drafts do not depend on these
         del serve[name]
     key = short_hash(
         [
@@ -80,7 +86,7 @@ def costs_key(cfg: Config) -> str:
     the server, vLLM.
     """
     serve = asdict(cfg.serve)
-    for name in ("host", "port", "drafter", "capture", "k"):
+    for name in ("host", "port", "drafter", "capture", "token_file", "k"):
         del serve[name]
     settings = [serve, dtype_name(cfg), target_id(cfg.target_path), vllm_version(), CHOICE]
     return short_hash(settings)

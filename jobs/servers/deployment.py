@@ -57,6 +57,12 @@ class Book:
         return {"urls": dict(self.urls), "wanted": self.wanted, "restarts": dict(self.restarts)}
 
 
+def read_book(book: Any) -> dict[str, Any]:
+    """What the book says now."""
+    found: Any = ray.get(book.read.remote())
+    return found
+
+
 class VllmReplica:
     """One replica: a vLLM server of its own, and requests passed on to it.
 
@@ -70,7 +76,7 @@ class VllmReplica:
         self.book: Any = ray.get_actor(BOOK, NAMESPACE)
         self.in_flight: dict[int, int] = {}
         self.fault = ""
-        self.server = self._start(ray.get(self.book.read.remote())["wanted"])
+        self.server = self._start(read_book(self.book)["wanted"])
         self._say()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -137,7 +143,7 @@ class VllmReplica:
     def _watch(self) -> None:
         while True:
             time.sleep(POLL_SECONDS)
-            version = ray.get(self.book.read.remote())["restarts"].get(self.name)
+            version = read_book(self.book)["restarts"].get(self.name)
             if version is None:
                 continue
             try:
@@ -171,7 +177,7 @@ def deploy(cfg: Config, token_file: str) -> Any:
     """
     fleet = cfg.fleet
     book = Book.options(name=BOOK, namespace=NAMESPACE, get_if_exists=True).remote()
-    ray.get(book.read.remote())
+    read_book(book)  # it lives
     serve.start(http_options={"host": fleet.host, "port": fleet.port})
     deployment = serve.deployment(
         VllmReplica,

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 
 def metrics(accepted, drafted):
@@ -33,7 +35,8 @@ class FakeEngine:
     """`generate` yields `outputs`, one list for each prompt; an exception among them is raised."""
 
     def __init__(self, *outputs, n=1, kind="DELTA"):
-        self.outputs, self.closed, self.meanwhile = outputs, 0, None
+        self.outputs, self.closed = outputs, 0
+        self.meanwhile: Callable[[], Any] | None = None
         kinds = SimpleNamespace(name=kind)
         self.params = SimpleNamespace(n=n, temperature=0.5, output_kind=kinds)
 

@@ -104,9 +104,8 @@ def test_a_pass_is_kept_and_reused(first, work, monkeypatch):
     monkeypatch.setattr(preflight_run, "serve", lambda *args: pytest.fail("served again"))
     again = preflight.run(configure(work, f"preflight.drafter={work / 'drafters' / 'good'}"))
     assert again == summary | {"reused": True}
-    assert not kept_results.preflight_passed(
-        configure(work, "serve.k=[2]"), work / "drafters" / "good"
-    )
+    other = configure(work, "serve.k=[2]")
+    assert kept_results.preflight_verdict(other, work / "drafters" / "good") != "passed"
 
 
 def test_a_broken_folder_is_refused_before_a_server_starts(work, capsys, monkeypatch):

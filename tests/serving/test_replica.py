@@ -26,7 +26,9 @@ class Engine:
     """
 
     def __init__(self, folder: Path):
-        self.live, self.staged, self.silent = self._look(folder), None, False
+        self.live = self._look(folder)
+        self.staged: dict[str, Any] | None = None
+        self.silent = False
         self.calls: list[str] = []
         self.faults: dict[int, str] = {}
         self.exchanges = 0
@@ -52,8 +54,8 @@ class Engine:
         return dict(self.live)
 
     def stage(self, folder: str):
-        self.staged = self._look(Path(folder))
-        return dict(self.staged)
+        found = self.staged = self._look(Path(folder))
+        return dict(found)
 
     def exchange(self):
         assert self.paused, "the engine may compute meanwhile"
@@ -61,8 +63,8 @@ class Engine:
         fault = self.faults.get(self.exchanges, "")
         if fault == "raises":
             raise RuntimeError("worker died")
+        assert self.staged is not None
         self.live, self.staged = self.staged, self.live
-        assert self.live is not None
         return self.live | ({"probe": [9]} if fault == "drafts" else {})
 
     def unstage(self):
