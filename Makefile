@@ -42,6 +42,10 @@ venv: $(INSTALLED)  ## make or update .venv
 demo: $(INSTALLED)  ## turn the whole loop once, with a real model, in runs/demo
 	@$(BIN)/flywheel demo $(ARGS)
 
+.PHONY: demo-fleet
+demo-fleet: $(INSTALLED)  ## go on from the demo: two replicas, new traffic, two roll-outs
+	@$(BIN)/flywheel demo-fleet $(ARGS)
+
 # Two processes: most of a test's time is one thread that imports or starts something.
 TWICE := -n 2 --dist loadfile --no-loadscope-reorder
 
