@@ -1,4 +1,5 @@
-"""Throughput of a vLLM server with capture and feed over one without, under streaming clients.
+"""Throughput of a vLLM server with capture, feed and the endpoint of a roll-out over one without,
+under streaming clients.
 
 Part of `make bench-capture`. Needs a finished demo (make demo): its target, its newest drafter and
 its held-out prompts. Both servers run side by side; passes of STREAMS streams go to one at a time.
@@ -34,7 +35,10 @@ def main(cfg: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = server(serving(cfg, drafter, [3]), "bench.log")
         base = replace(base, max_num_seqs=STREAMS, target_id="bench", drafter_version="1")
+        token = Path(folder, "token")
+        token.write_text("a-token-of-a-benchmark\n")
         ours = replace(base, log=Path(folder, "ours.log"), capture=Path(folder, "capture"))
+        ours = replace(ours, token_file=token)
         theirs = replace(base, log=Path(folder, "theirs.log"), watch=False)
         with ours as with_all, theirs as without:
             last: dict[str, list[bytes]] = {}
@@ -52,7 +56,7 @@ def main(cfg: Config) -> None:
     report(
         "capture-load",
         ratios,
-        "tok/s with capture and feed / tok/s without",
+        "tok/s with capture, feed and endpoint / tok/s without",
         {"same_texts": same, "with": _middlewares(with_all), **settings, **detail},
     )
 
