@@ -4,7 +4,7 @@ Goes on from a finished `flywheel demo`: two replicas behind one endpoint serve 
 traffic of another kind arrives, a second drafter is trained from the first, promoted and rolled out
 by evidence while clients stream. Then a bad drafter (right shape, random weights) is forced into
 the registry; the canary stops it, and registry and fleet go back. Every step is a command that a
-user would give. Ends with a table, the pictures of both roll-outs, and <work>/fleet_demo.json.
+user would give. Ends with a table, the pictures of both roll-outs, and <work>/fleet.json.
 """
 
 import json
@@ -33,6 +33,7 @@ from jobs.base.console import console, print_table
 from jobs.base.stage_log import logged
 from jobs.demo_data.prompts import Prompt, prompts
 from jobs.promotion.champion_moves import promoting
+from jobs.reconciling.observed import FLEET_STATE
 from jobs.registry.versions import CHAMPION, COMPAT, FIELDS, SHA256, resolve
 from serving.vllm_server import SERVED_NAME
 from store.place import write_json
@@ -49,7 +50,7 @@ START_SECONDS = 600.0
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Run it once; returns the content of fleet_demo.json.
+    """Run it once; returns the content of fleet.json.
 
     Raises ValueError without a champion, and where a step does not end as it must.
     """
@@ -76,7 +77,7 @@ def run(cfg: Config) -> dict[str, Any]:
         done["clients"] = clients.summary()
     summary = _summary(done, seconds)
     _show(summary)
-    return write_json(cfg.place(), "fleet_demo.json", summary)
+    return write_json(cfg.place(), "fleet.json", summary)
 
 
 def _settings(cfg: Config, base: Path) -> Config:
@@ -98,7 +99,7 @@ def _fleet(cfg: Config) -> Iterator[str]:
     """`flywheel fleet` as a process of its own; gives the endpoint once it serves."""
     settings, log = cfg.path("demo_fleet.yaml"), cfg.path("server_logs", "fleet.log")
     settings.write_text(commented(cfg))
-    state = cfg.path("fleet.json")
+    state = cfg.path(FLEET_STATE)
     state.unlink(missing_ok=True)
     command = [sys.executable, "-m", "jobs.fleet", "--config", str(settings)]
     with log.open("wb") as stream:

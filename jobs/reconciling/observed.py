@@ -11,7 +11,7 @@ from typing import Any
 from jobs.base.config import Config
 from serving.replica_client import ReplicaClient, ReplicaFault, read_token
 
-FLEET_STATE, FLEET_WANTED = "fleet.json", "fleet_wanted.json"
+FLEET_STATE, FLEET_WANTED = "fleet_state.json", "fleet_wanted.json"
 """Files in scratch: what `flywheel fleet up` runs, and what it shall restart replicas with."""
 
 

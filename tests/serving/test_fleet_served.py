@@ -53,7 +53,7 @@ def fleet(tiny_target, tiny_drafter, tmp_path):
     with (tmp_path / "fleet.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
-        yield f"http://127.0.0.1:{port}", tmp_path / "fleet.json", process
+        yield f"http://127.0.0.1:{port}", tmp_path / "fleet_state.json", process
     finally:
         process.send_signal(signal.SIGTERM)
         try:
