@@ -11,6 +11,7 @@ import pytest
 from dflash.checkpoint import drafter_sha256
 from jobs import rollback, rollout
 from jobs.base.config import load
+from jobs.reconciling.observed import FLEET_STATE
 from jobs.reconciling.reconciler import reconciling
 from jobs.registry.versions import Registry
 from store import promotions
@@ -348,7 +349,7 @@ def test_another_shape_is_restarted_by_who_runs_the_fleet(make):
         assert found["decision"] == "held"
         assert "start this replica again with version 2" in found["faults"][0]
         state = {"replicas": one.cfg.rollout.replicas, "token_file": one.cfg.rollout.token_file}
-        one.cfg.path("fleet.json").write_text(json.dumps(state))
+        one.cfg.path(FLEET_STATE).write_text(json.dumps(state))
         one.cfg = one.cfg.override("rollout", replicas=[], token_file="")
         found = one.run()
         assert "did not come back" in found["faults"][0]
