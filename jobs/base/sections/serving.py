@@ -46,7 +46,9 @@ class Fleet:
     replicas: int = setting(2, "vLLM servers", minimum=1)
     host: str = setting("127.0.0.1", "address that the endpoint listens on")
     port: int = setting(8000, "port that the endpoint listens on", minimum=1)
-    cpus: float = setting(1.0, "CPUs that Ray reserves for each replica", minimum=0)
+    cpus: float = setting(
+        1.0, "CPUs that Ray reserves for each replica, and its threads on a CPU", minimum=0
+    )
     gpus: float = setting(0.0, "GPUs that Ray reserves for each replica", minimum=0)
 
 
