@@ -71,7 +71,7 @@ def run(cfg: Config) -> dict[str, Any]:
             raise ValueError("the gate refused the second drafter: its reasons are above")
         with clients.streaming(), _timed(seconds, "rollout"):
             done["rollout"] = logged(cfg, "rollout", rollout.run)
-        _force(cfg, _random_drafter(cfg, champion[1]))
+        force(cfg, _random_drafter(cfg, champion[1]))
         with clients.streaming(), _timed(seconds, "bad rollout"):
             done["bad"] = logged(cfg, "rollout", rollout.run)
         done["clients"] = clients.summary()
@@ -210,7 +210,7 @@ def _random_drafter(cfg: Config, like: Path) -> Path:
     return folder
 
 
-def _force(cfg: Config, folder: Path) -> None:
+def force(cfg: Config, folder: Path) -> None:
     """Make a drafter champion without the gate, as somebody could by hand."""
     shape, identity = read_config(folder), target_id(cfg.target_path)
     fields = compat_fields(shape, identity)
@@ -219,8 +219,8 @@ def _force(cfg: Config, folder: Path) -> None:
     with promoting(cfg) as moves:
         before = moves.registry.current(CHAMPION)
         version = moves.registry.register(folder, tags)
-        moves.move("promote", before, version, "forced by the demo", None)
-    console.print(f"forced: version {version.number}, random weights, is champion now")
+        moves.move("promote", before, version, "forced, without the gate", None)
+    console.print(f"forced: version {version.number} is champion now")
 
 
 @contextmanager

@@ -121,7 +121,7 @@ class VllmReplica:
 
     def _start(self, version: str) -> Server:
         drafter = {"": self.cfg.serve.drafter, "none": ""}.get(version, version)
-        cfg = self.cfg.override("serve", port=0, drafter=drafter, capture=self._capture())
+        cfg = self.cfg.override("serve", port=0, drafter=drafter)
         made = server(cfg, f"fleet-{self.name}-{int(time.time())}.log")
         made.token_file, made.replica = self.token_file, self.name
         # Two servers that each compute on all cores gave 10 tokens/s together, on two cores.
@@ -133,11 +133,6 @@ class VllmReplica:
             made.stop()
             raise
         return made
-
-    def _capture(self) -> str:
-        """A folder of this replica's own: a log has one writer."""
-        folder = self.cfg.serve.capture
-        return str(Path(folder, self.name)) if folder else ""
 
     def _say(self) -> None:
         ray.get(self.book.here.remote(self.name, self.server.url))

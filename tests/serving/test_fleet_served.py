@@ -103,7 +103,7 @@ def test_a_fleet_serves_and_replaces_what_dies(fleet, tiny_drafter, tmp_path):
     assert process.wait(60) == 0
     assert not file.exists()
     assert not any(answers_at(url) for url in [*urls, *again]), "servers outlive their fleet"
-    assert len([*(tmp_path / "capture").iterdir()]) >= 2, "each replica has a folder of its own"
+    assert len([*(tmp_path / "capture").iterdir()]) >= 2, "each replica has a file of its own"
 
 
 def kill_server(url: str) -> None:
