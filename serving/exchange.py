@@ -269,8 +269,8 @@ class Drafters:
         return [k for first, last, k in schedule for _ in range(first, last + 1)]
 
     def _break(self, fault: str = "") -> None:
-        """From now on nobody knows what is loaded: no drafter is named, and the next one is verified
-        even if it was the last.
+        """Nobody knows what is loaded from now on: no drafter is named, and the next one is
+        verified even if it was the last.
         """
         self.state, self.active, self.fault = "broken", None, fault
         loaded.swapped("", "")
