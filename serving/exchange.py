@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -231,16 +232,14 @@ class Drafters:
             )
 
     def _check_files(self, folder: Path, sha256: str) -> None:
+        found = "no drafter"
+        with suppress(ValueError):
+            found = f"drafter {drafter_sha256(folder)}"
+        if found != f"drafter {sha256}":
+            raise Refused(409, f"the files that arrived are {found[:20]}: send them again")
         try:
-            found = drafter_sha256(folder)
-            if found != sha256:
-                raise Refused(
-                    409, f"the files that arrived are drafter {found[:12]}: send them again"
-                )
             load_drafter(folder)  # names and shapes of all tensors: vLLM would not miss one
             compat = self._compat(folder)
-        except Refused:
-            raise
         except ValueError as error:
             raise Refused(422, f"drafter {sha256[:12]} cannot be served: {error}") from error
         assert self.loaded_one is not None

@@ -136,6 +136,8 @@ class Replica:
             return acceptance_feed.read(_after(scope))
         if what[0] == "PUT" and (named := FILE.fullmatch(what[1])):
             return await _keep(self.folder / named[1], named[2], receive)
+        if what[0] == "PUT" and what[1].endswith((".pt", ".bin")):
+            raise Refused(422, f"{what[1].rpartition('/')[2]}: a drafter with pickles is not taken")
         if what[0] != "POST" or what[1] not in ("load", "activate", "drop"):
             raise Refused(404, f"there is no {what[0]} {scope['path']}")
         asked = await _read_json(receive)

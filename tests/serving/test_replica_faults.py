@@ -6,6 +6,7 @@ import pytest
 
 from dflash.checkpoint import drafter_sha256
 from serving import loaded, replica
+from tests.helpers.replica_site import TARGET
 
 
 def test_a_broken_replica_names_no_drafter_until_an_exchange_succeeds(site, drafters):
@@ -133,6 +134,23 @@ def test_the_same_file_sent_twice_at_once_is_whole(tmp_path):
 
     asyncio.run(run())
     assert [one.name for one in (tmp_path / "x").iterdir()] == ["config.json"]
+
+
+def test_half_of_the_files_is_no_fault_of_the_drafter(site, drafters):
+    """Two deliveries of one drafter may share its files."""
+    second = drafter_sha256(drafters[1])
+
+    async def run():
+        for name in ("config.json", "model.safetensors"):
+            data = (drafters[1] / name).read_bytes()
+            await site.ask("PUT", f"/flywheel/drafters/{second}/{name}", data)
+            asked = {"version": "2", "sha256": second, "target_id": TARGET}
+            status, answer, _ = await site.ask("POST", "/flywheel/load", asked)
+            assert (status, answer["restart"]) == (409, False)
+            assert "send them again" in answer["error"]
+
+    asyncio.run(run())
+    assert not list(site.middleware.folder.iterdir())
 
 
 def test_a_full_disk_is_no_fault_of_the_drafter(site, drafters, monkeypatch):
