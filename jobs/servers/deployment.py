@@ -87,7 +87,7 @@ class VllmReplica:
         self.name = serve.get_replica_context().replica_id.unique_id
         self.book: Any = ray.get_actor(BOOK, NAMESPACE)
         self.in_flight: dict[int, int] = {}
-        self.fault = ""
+        self.formers: list[Server] = []
         self.server = self._start(ray.get(self.book.read.remote())["wanted"])
         self._say()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -120,7 +120,8 @@ class VllmReplica:
 
     def __del__(self) -> None:
         """Serve ends the replica."""
-        self.server.stop()
+        for one in (self.server, *self.formers):
+            one.stop()
         self.book.gone.remote(self.name)
 
     def _start(self, version: str) -> Server:
@@ -147,20 +148,29 @@ class VllmReplica:
     def _watch(self) -> None:
         while True:
             time.sleep(POLL_SECONDS)
-            version = ray.get(self.book.ask.remote(self.name, self.server.url))
-            if version is None:
-                continue
             try:
-                former, self.server = self.server, self._start(version)
-            except (ValueError, OSError) as error:
-                print(f"replica {self.name} keeps its drafter: {error}")
-                self._say()
-                continue
-            self._say(version)
-            time.sleep(POLL_SECONDS)  # who has just read `server` is counted by then
-            while self.in_flight.get(former.port):
-                time.sleep(0.1)
+                self._look()
+            except Exception as error:  # noqa: BLE001 (without this thread the book forgets us)
+                print(f"replica {self.name}: {type(error).__name__}: {error}; it is tried again")
+
+    def _look(self) -> None:
+        """Tell the book that this replica lives, restart if it says so, and stop former servers
+        that have ended their requests.
+        """
+        for former in [one for one in self.formers if not self.in_flight.get(one.port)]:
+            self.formers.remove(former)
             former.stop()
+        version = ray.get(self.book.ask.remote(self.name, self.server.url))
+        if version is None:
+            return
+        try:
+            former, self.server = self.server, self._start(version)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it would come again)
+            print(f"replica {self.name} keeps its drafter: {error}")
+            self._say()
+            return
+        self.formers.append(former)  # the next look comes after who has just read `server`
+        self._say(version)
 
 
 class _Passed(StreamingResponse):

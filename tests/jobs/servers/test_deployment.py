@@ -120,6 +120,54 @@ def test_a_server_that_is_gone_leaves_nothing_in_flight(replica):
     assert replica.in_flight == {replica.server.port: 0}
 
 
+class _Started:
+    def __init__(self, port: int):
+        self.port, self.url, self.stopped = port, f"http://127.0.0.1:{port}", False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def test_a_replica_is_heard_of_while_long_answers_end_at_its_former_server(monkeypatch, book):
+    calls = SimpleNamespace(
+        **{name: SimpleNamespace(remote=getattr(book, name)) for name in ("ask", "here", "want")}
+    )
+    monkeypatch.setattr(deployment.ray, "get", lambda found: found)
+    made = object.__new__(_Replica)
+    former, fresh = _Started(1), _Started(2)
+    made.name, made.book, made.server, made.formers = "a", calls, former, []  # pyright: ignore[reportAttributeAccessIssue]
+    made.in_flight = {1: 1}
+    made._start = lambda version: fresh  # pyright: ignore[reportAttributeAccessIssue]
+    made._look()
+    book.want("a", "7")
+    made._look()
+    assert (made.server, former.stopped) == (fresh, False)
+    now = time.monotonic()
+    for later in range(50, 500, 50):
+        monkeypatch.setattr(deployment.time, "monotonic", lambda later=later: now + later)
+        made._look()
+        assert book.read()["urls"] == {"a": fresh.url}
+    assert not former.stopped
+    made.in_flight[1] = 0
+    made._look()
+    assert former.stopped
+
+
+def test_a_book_that_is_away_does_not_end_the_watch(monkeypatch):
+    made, looks = object.__new__(_Replica), []
+    made.name = "a"
+
+    def look():
+        looks.append(1)
+        raise RuntimeError("the actor died") if len(looks) < 3 else SystemExit
+
+    made._look = look
+    monkeypatch.setattr(deployment.time, "sleep", lambda _: None)
+    with pytest.raises(SystemExit):
+        made._watch()
+    assert len(looks) == 3
+
+
 @pytest.fixture
 def book():
     return Book.__ray_metadata__.modified_class()
