@@ -89,8 +89,9 @@ def _write(file: Path, endpoint: str, token: Path, urls: dict[str, str]) -> None
 
 def _restart_wanted(cfg: Config, book: Any) -> None:
     """Pass on what `rollout` wants to be restarted, once."""
-    file = cfg.path(FLEET_WANTED)
+    file = cfg.path(f"{FLEET_WANTED}.taken")
     try:
+        os.replace(cfg.path(FLEET_WANTED), file)  # what is asked from now on is another file
         asked = json.loads(file.read_text())["replicas"].items()
         wanted = {url: str(drafter["version"] or "none") for url, drafter in asked}
     except FileNotFoundError:

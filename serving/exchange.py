@@ -7,9 +7,11 @@ what it reported of the fresh load: number of tensors, their sha256, the drafts 
 """
 
 import asyncio
+import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -105,11 +107,15 @@ class Drafters:
     async def load(self, version: str, sha256: str, target_id: str) -> Known:
         """Stage the drafter whose files have arrived; they are removed then, whatever comes of it.
 
-        Raises Refused: 422 for what must never be served here, 409 for what only a restart can.
+        Raises Refused: 422 for what must never be served here, 409 for what only a restart can and
+        for files that have to be sent again, 503 for a fault of the disk.
         """
         async with self.lock:
-            folder = self.folder / sha256
+            arrived, folder = self.folder / sha256, self.folder / f"loading-{sha256}"
             try:
+                if arrived.is_dir():  # whoever sends the same files again does not touch these
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.replace(arrived, folder)
                 self._check(folder, sha256, target_id)
                 await asyncio.to_thread(self._check_files, folder, sha256)
                 looks = await self._call("flywheel_stage", str(folder))
@@ -118,7 +124,8 @@ class Drafters:
                 raise
             except Exception as error:
                 await self._forget()
-                refusal = Refused(422, f"vLLM could not load drafter {sha256[:12]}: {error}")
+                status = 503 if isinstance(error, OSError) else 422
+                refusal = Refused(status, f"drafter {sha256[:12]} could not be loaded: {error}")
                 self._refuse(refusal)
                 raise refusal from error
             finally:
@@ -131,31 +138,36 @@ class Drafters:
     async def activate(self, sha256: str) -> float:
         """Let the staged drafter serve, or none for an empty `sha256`; returns the seconds that the
         engine was paused. Raises Refused: 409 if it is not staged, 500 after an exchange that was
-        undone (the former drafter serves) or could not be (`state` is broken).
+        undone (the former drafter serves) or could not be: then `state` is broken, and `active` is
+        None until an exchange succeeds, since nobody knows what is loaded.
         """
         async with self.lock:
             if self.active is not None and self.active.sha256 == sha256:
                 return 0.0  # the answer to the first request was lost
-            again = self.active is None and self.loaded_one is not None
+            known = self.loaded_one if self.state == "ready" else None
             change: Callable[[], Any] = self._exchange
             if not sha256:
                 change = self._silence
-            elif again and self.loaded_one.sha256 == sha256:  # pyright: ignore[reportOptionalMemberAccess]
+            elif self.active is None and known is not None and known.sha256 == sha256:
                 change = self._speak
             elif self.staged is None or self.staged.sha256 != sha256:
                 raise Refused(409, f"drafter {sha256[:12]} is not staged: load it first")
-            self.state, started = "swapping", time.perf_counter()
+            before, self.state, started = self.state, "swapping", time.perf_counter()
             try:
-                await self.engine.pause_generation(mode="keep", clear_cache=True)
                 try:
+                    # It may fail when it has paused already.
+                    await self.engine.pause_generation(mode="keep", clear_cache=True)
                     await change()
                 finally:
                     await self.engine.resume_generation()
             except Refused as error:
+                self.state = before if self.state == "swapping" else self.state
                 self._refuse(error)
                 raise
-            finally:
-                self.state = "broken" if self.state == "broken" else "ready"
+            except Exception as error:
+                self._break(f"{type(error).__name__}: {error}")
+                raise
+            self.state = "ready"
             seconds = time.perf_counter() - started
             await self._forget()
             self.swaps += 1
@@ -179,7 +191,8 @@ class Drafters:
             if now != former.looks:
                 now, again = await self._try("flywheel_exchange")
             if now != former.looks:
-                self.state = "broken"
+                self._break()
+                await self._try("flywheel_silence", True)
                 after = f"the former one did not come back ({again or 'it differs'}): restart it"
             else:
                 after = "the former one serves again"
@@ -190,7 +203,7 @@ class Drafters:
         self._serve(wanted)
 
     async def _silence(self) -> None:
-        if self.active is not None and not all(await self._call("flywheel_silence", True)):
+        if self.loaded_one is not None and not all(await self._call("flywheel_silence", True)):
             raise Refused(
                 409,
                 "this engine schedules asynchronously, and cannot stop drafting while it runs",
@@ -212,20 +225,22 @@ class Drafters:
         if self.loaded_one is None:
             raise Refused(409, "this server was started without a drafter", restart=True)
         if not folder.is_dir():
-            raise Refused(422, f"no files of drafter {sha256[:12]} have arrived: send them first")
+            raise Refused(409, f"no files of drafter {sha256[:12]} have arrived: send them first")
         if target_id != self.target_id:
             raise Refused(
                 422, f"the drafter is for target {target_id}, this server has {self.target_id}"
             )
 
     def _check_files(self, folder: Path, sha256: str) -> None:
+        found = "no drafter"
+        with suppress(ValueError):
+            found = f"drafter {drafter_sha256(folder)}"
+        if found != f"drafter {sha256}":
+            raise Refused(409, f"the files that arrived are {found[:20]}: send them again")
         try:
-            found = drafter_sha256(folder)
-            if found != sha256:
-                raise ValueError(f"the files that arrived are drafter {found[:12]}")
             load_drafter(folder)  # names and shapes of all tensors: vLLM would not miss one
             compat = self._compat(folder)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise Refused(422, f"drafter {sha256[:12]} cannot be served: {error}") from error
         assert self.loaded_one is not None
         runs = self.loaded_one.compat
@@ -252,6 +267,13 @@ class Drafters:
             return [spec.num_speculative_tokens]
         return [k for first, last, k in schedule for _ in range(first, last + 1)]
 
+    def _break(self, fault: str = "") -> None:
+        """Nobody knows what is loaded from now on: no drafter is named, and the next one is
+        verified even if it was the last.
+        """
+        self.state, self.active, self.fault = "broken", None, fault
+        loaded.swapped("", "")
+
     def _refuse(self, error: Refused) -> None:
         self.refused += 1
         self.fault = str(error)
@@ -262,10 +284,10 @@ class Drafters:
         if self.loaded_one is not None:
             await self._call("flywheel_unstage")
 
-    async def _try(self, method: str) -> tuple[Looks | None, str]:
+    async def _try(self, method: str, *args: Any) -> tuple[Looks | None, str]:
         """What the workers say, or None and why not."""
         try:
-            return await self._call(method), ""
+            return await self._call(method, *args), ""
         except Exception as error:  # noqa: BLE001 (whatever it is, the former drafter comes back)
             return None, f"{type(error).__name__}: {error}"
 

@@ -66,6 +66,7 @@ class Replica:
         self.folder = Path(os.environ.get("FLYWHEEL_REPLICA_DIR") or tempfile.mkdtemp())
         self.drafters: Drafters | None = None
         self.beginning: asyncio.Task[None] | None = None
+        self.working: set[asyncio.Task[dict[str, Any]]] = set()
         self.fault = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,17 +136,28 @@ class Replica:
             return acceptance_feed.read(_after(scope))
         if what[0] == "PUT" and (named := FILE.fullmatch(what[1])):
             return await _keep(self.folder / named[1], named[2], receive)
+        if what[0] == "PUT" and what[1].endswith((".pt", ".bin")):
+            raise Refused(422, f"{what[1].rpartition('/')[2]}: a drafter with pickles is not taken")
         if what[0] != "POST" or what[1] not in ("load", "activate", "drop"):
             raise Refused(404, f"there is no {what[0]} {scope['path']}")
         asked = await _read_json(receive)
-        if what[1] == "load":
+        # Half a change is none: whoever asked may go away, and with it this task.
+        work = asyncio.create_task(self._change(drafters, what[1], asked))
+        self.working.add(work)
+        work.add_done_callback(self.working.discard)
+        return await asyncio.shield(work)
+
+    async def _change(self, drafters: Drafters, what: str, asked: dict[str, Any]) -> dict[str, Any]:
+        if what == "load":
             version, sha256 = _text(asked, "version"), _sha256(asked)
             known = await drafters.load(version, sha256, _text(asked, "target_id"))
             return {"staged": known.status()}
-        if what[1] == "activate":
-            seconds = await drafters.activate(_sha256(asked, empty=True))
+        if what == "activate":
+            try:
+                seconds = await drafters.activate(_sha256(asked, empty=True))
+            finally:
+                _show()
             _pauses.observe(seconds)
-            _show()
             return {"active": drafters.status()["active"], "pause_seconds": seconds}
         await drafters.drop()
         return {"staged": None}
@@ -180,18 +192,22 @@ async def _send_json(send: Send, status: int, answer: dict[str, Any]) -> None:
 async def _keep(folder: Path, name: str, receive: Receive) -> dict[str, Any]:
     """Write the body of a request to a file, under a hidden name until it is complete."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial, digest, size = folder / f".{name}.partial", hashlib.sha256(), 0
-    with partial.open("wb") as stream:
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise Refused(400, f"the connection ended before all of {name} had arrived")
-            part, more = message.get("body", b""), message.get("more_body", False)
-            digest.update(part)
-            size += len(part)
-            await asyncio.to_thread(stream.write, part)
-    os.replace(partial, folder / name)
+    digest, size, more = hashlib.sha256(), 0, True
+    # A name of its own: the same file may be sent again while a cut connection is not noticed yet.
+    handle, partial = tempfile.mkstemp(".partial", f".{name}.", folder)
+    try:
+        with open(handle, "wb") as stream:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Refused(400, f"the connection ended before all of {name} had arrived")
+                part, more = message.get("body", b""), message.get("more_body", False)
+                digest.update(part)
+                size += len(part)
+                await asyncio.to_thread(stream.write, part)
+        os.replace(partial, folder / name)
+    finally:
+        Path(partial).unlink(missing_ok=True)
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
@@ -199,12 +215,14 @@ async def _read_json(receive: Receive) -> dict[str, Any]:
     body, more = b"", True
     while more:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refused(400, "the connection ended before the request had arrived")
         body, more = body + message.get("body", b""), message.get("more_body", False)
         if len(body) > MAX_JSON:
             raise Refused(413, f"a request has at most {MAX_JSON} bytes")
     try:
         asked = json.loads(body or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         asked = None
     if not isinstance(asked, dict):
         raise Refused(400, "the body must be a JSON object")

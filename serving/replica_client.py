@@ -4,7 +4,10 @@ The protocol is that of serving/replica.py. A fault is one of four errors, each 
 that names the replica; none of them holds the token.
 """
 
+import json
+import math
 import os
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +18,8 @@ from dflash.checkpoint import engine_files
 TOKEN = "FLYWHEEL_TOKEN"  # the name of the environment variable, not a token
 LOOK_SECONDS = 10.0
 """How long a replica may take to say how it is."""
+MOST_BYTES = 64 << 20
+"""Of an answer; a full feed has less than a tenth of it."""
 
 
 class ReplicaFault(OSError):
@@ -72,6 +77,11 @@ class ReplicaClient:
         found = self._ask("GET", "/flywheel/replica", seconds=LOOK_SECONDS)
         if missing := {"target_id", "state", "active"} - set(found):
             raise Failed(f"{self.url}: its status lacks {', '.join(sorted(missing))}")
+        kinds = {"target_id": str, "state": str}
+        odd = [name for name, kind in kinds.items() if not isinstance(found[name], kind)]
+        odd += [name for name in ("active", "staged") if not _is_drafter(found.get(name))]
+        if odd:
+            raise Failed(f"{self.url}: its status has an odd {', '.join(odd)}")
         return found
 
     def deliver(self, folder: Path, version: str, sha256: str, target_id: str) -> dict[str, Any]:
@@ -95,23 +105,41 @@ class ReplicaClient:
         self._ask("POST", "/flywheel/drop", json={})
 
     def acceptance(self, after: int) -> dict[str, Any]:
-        """The finished requests after number `after`, and counters (GET /flywheel/acceptance)."""
+        """The finished requests after number `after`, and counters (GET /flywheel/acceptance). What
+        a row holds is not checked.
+        """
         params = {"after": str(after)}
-        return self._ask("GET", "/flywheel/acceptance", seconds=LOOK_SECONDS, params=params)
+        found = self._ask("GET", "/flywheel/acceptance", seconds=LOOK_SECONDS, params=params)
+        rows, counts = found.get("rows"), [found.get(n) for n in ("next", "requests", "failed")]
+        counts += [found.get("lost", 0)]
+        sound = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+        sound &= all(type(count) is int and count >= 0 for count in counts)
+        started = found.get("started")
+        if not sound or not isinstance(started, int | float) or not math.isfinite(started):
+            raise Failed(f"{self.url}: its acceptance is not what the protocol says")
+        return found
 
     def _ask(
         self, method: str, where: str, seconds: float | None = None, **more: Any
     ) -> dict[str, Any]:
         limit = self.timeout if seconds is None else min(seconds, self.timeout)
+        late, body = f"{self.url} did not answer within {limit:g} s", bytearray()
         try:
-            answer = self.http.request(method, f"{self.url}{where}", timeout=limit, **more)
+            with self.http.stream(method, f"{self.url}{where}", timeout=limit, **more) as answer:
+                until = time.monotonic() + limit  # httpx limits each read only
+                for part in answer.iter_bytes():
+                    body += part
+                    if time.monotonic() > until:
+                        raise Unreachable(late)
+                    if len(body) > MOST_BYTES:
+                        raise Failed(f"{self.url}: its answer has more than {MOST_BYTES} bytes")
         except httpx.TimeoutException as error:
-            raise Unreachable(f"{self.url} did not answer within {limit:g} s") from error
+            raise Unreachable(late) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unreachable(f"{self.url} cannot be reached: {error or type(error)}") from error
         try:
-            found = answer.json()
-        except ValueError:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
             found = {"error": f"no JSON object in its answer to {method} {where}"}
@@ -134,6 +162,15 @@ def _fault(code: int, found: dict[str, Any]) -> type[ReplicaFault]:
     if code in (502, 503, 504):  # of a balancer before it, or of a server that starts
         return Unreachable
     return Failed
+
+
+def _is_drafter(said: Any) -> bool:
+    """Whether this is what a replica says of a drafter, or None for none."""
+    if said is None:
+        return True
+    if not isinstance(said, dict) or not isinstance(said.get("compat", {}), dict):
+        return False
+    return all(isinstance(said.get(name), str) for name in ("version", "sha256"))
 
 
 def _words(found: dict[str, Any]) -> str:

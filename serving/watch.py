@@ -30,6 +30,7 @@ from serving.capture_request import Asked
 from serving.capture_writer import OncePerMinute
 from serving.loaded import Loaded
 from serving.watched_engine import Answer, Choice
+from store.labels import clean
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -248,7 +249,7 @@ def _row(
     name = choice_name(answer.request_id, index) if told else ""
     return Row(
         seq=0,
-        request_id=name,
+        request_id=clean(name) or "",  # a client may choose it, of any length
         seconds=served.seconds,
         domain=told.get("domain"),
         conversation_id=told.get("conversation_id"),

@@ -17,6 +17,9 @@ from jobs.registry.versions import (
 )
 from store.place import read_json
 
+JUDGED = ("tau", "tau_by_k", "baseline", "regression")
+"""What the gate compares of an evaluation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -46,6 +49,10 @@ def read_candidate(cfg: Config) -> Candidate:
     )
     if evaluation is None:
         raise ValueError(f"{folder} was not evaluated: {again}")
+    try:  # no comparison is true of a NaN, so it would be below no limit
+        json.dumps([evaluation.get(name) for name in JUDGED], allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"{place}/{name} is damaged ({error}): {again}") from error
     if evaluation["drafter_sha256"] != sha256:
         raise ValueError(
             f"{folder} has changed since {place}/{name} was written ({sha256[:12]}, evaluated "

@@ -4,7 +4,7 @@ from jobs.base.config import Config
 from jobs.promotion.candidate import Candidate
 from jobs.promotion.gate import Finding
 from jobs.promotion.gate_rules import Speed
-from jobs.proof.choose_k import Choice, by_batch, choices
+from jobs.proof.choose_k import Choice, by_batch, choices, predicted
 from jobs.proof.kept_results import known_costs, verify_faults
 
 UNIT = "times plain decoding"
@@ -31,6 +31,10 @@ def judge_speed(cfg: Config, rule: Speed, candidate: Candidate) -> tuple[list[Fi
     evaluation = candidate.evaluation
     tau = evaluation["tau"]
     taus = {int(k): value for k, value in evaluation["tau_by_k"].items()}
+    if not predicted(taus, costs, 1):
+        fix = f"it was evaluated at K {min(taus)} to {max(taus)}, and costs are known for others: "
+        fix += f"run `flywheel verify {candidate.folder}` again"
+        return [Finding(rule="speed", verdict="hold", unit=UNIT, fix=fix)], []
     found = choices(taus, costs, rule.floor)
     findings = []
     for one in found:

@@ -42,7 +42,9 @@ def bring(cfg: Config, fleet: Fleet, registry: Registry, url: str, drafter: Name
             _swap(client, drafter, folder, target_id)
             return False
         except NeedsRestart as error:
-            _restart(cfg, fleet, client, drafter, error)
+            # By its number in the registry: whoever starts it may not know the name it had before.
+            numbered = Named(version.number, version.sha256) if version else drafter
+            _restart(cfg, fleet, client, numbered, error)
             return True
         except Refused as error:
             raise CannotServe(str(error)) from error
@@ -64,16 +66,17 @@ def _version(registry: Registry, drafter: Named) -> Version | None:
 
 def _swap(client: ReplicaClient, drafter: Named, folder: Path | None, target_id: str) -> None:
     for number in range(1, TRIES + 1):
+        # A delivery that fails (a full disk, say) tells nothing about the drafter.
+        staged = (client.status().get("staged") or {}).get("sha256")
+        if folder is not None and staged != drafter.sha256:
+            client.deliver(folder, drafter.version, drafter.sha256, target_id)
         try:
-            staged = (client.status().get("staged") or {}).get("sha256")
-            if folder is not None and staged != drafter.sha256:
-                client.deliver(folder, drafter.version, drafter.sha256, target_id)
             client.activate(drafter.sha256)
-            found = client.status()
         except Failed as error:
             if number == TRIES:
                 raise CannotServe(str(error)) from error
             continue
+        found = client.status()
         active = found.get("active") or {}
         if (active.get("sha256") or "") == drafter.sha256 and found["state"] == "ready":
             return

@@ -10,6 +10,8 @@ from jobs.reconciling.sequential import Floats, Side, positions
 
 MOST_K = 32
 """Draft positions that are compared; drafts beyond are not looked at."""
+MOST = 1e12
+"""Times and counts of an answer are below."""
 CANARY, REST = "canary", "rest"
 OTHERS = "(all others)"
 """The slice of every domain that is not judged on its own."""
@@ -39,21 +41,36 @@ class Answer:
 
 
 def answer_of(row: dict[str, Any], slices: Sequence[str], k: int = MOST_K) -> Answer:
-    """The answer of a row of a replica's feed. `slices`: the domains judged on their own."""
+    """The answer of a row of a replica's feed. `slices`: the domains judged on their own.
+
+    Raises ValueError for a row that is none, such as one with a time that is no number: one of them
+    would spoil every sum.
+    """
     domain = str(row.get("domain") or "")
     accepted, drafted = row.get("accepted") or [], row.get("drafted") or []
+    if not isinstance(accepted, list) or not isinstance(drafted, list):
+        raise ValueError("its counts are no lists")
+    if len(accepted) != len(drafted) or any(type(n) is not int for n in accepted + drafted):
+        raise ValueError("its counts are not one per round")
+    times = [row.get(name) or 0 for name in ("seconds", "output_tokens", "first_token_seconds")]
+    if not all(_is_number(n) for n in [*accepted, *drafted, *times, row.get("finished_at")]):
+        raise ValueError("its counts or times are no numbers")
     if not row.get("drafter_sha256"):
         accepted, drafted = [], []  # without a drafter there are no rounds
     counts = positions(accepted, drafted, k) if any(drafted) else ([0] * k, [0] * k, [0] * k)
     return Answer(
         slice=domain if domain in slices else OTHERS,
-        conversation=str(row.get("conversation_id") or row.get("request_id") or row["seq"]),
+        conversation=str(row.get("conversation_id") or row.get("request_id") or row.get("seq")),
         rounds=len(accepted),
         counts=counts,
         seconds=float(row.get("seconds") or 0.0),
         tokens=int(row.get("output_tokens") or 0),
         first_token=row.get("first_token_seconds"),
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < MOST
 
 
 @dataclass

@@ -103,8 +103,13 @@ def read_feeds(
                 side = CANARY if row.get("drafter_sha256") == shas[0] and (ours or alone) else REST
                 wanted = shas[0] if side == CANARY else shas[1]
                 if row.get("drafter_sha256") == wanted and (alone or ours == (side == CANARY)):
+                    try:
+                        packed = _packed(answer_of(row, kept.slices))
+                    except ValueError as error:
+                        faults.append(f"{url}: rows of its feed are left out: {error}")
+                        continue
                     window = BEFORE if alone else int(row["finished_at"] // cfg.rollout.window)
-                    answers[side].append([window, *_packed(answer_of(row, kept.slices))])
+                    answers[side].append([window, *packed])
             at = 0 if ours else 2
             counts[at] += max(0, int(found["requests"]) - known["requests"])
             counts[at + 1] += max(0, int(found["failed"]) - known["failed"])

@@ -10,6 +10,8 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import ray
 from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from jobs.base.config import Config
 from jobs.servers.configured import server
@@ -26,8 +29,11 @@ from serving.vllm_server import Server
 APPLICATION = "flywheel"
 BOOK, NAMESPACE = "flywheel-fleet", "flywheel"
 DROPPED = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"host"}
-"""Headers that belong to one connection, and what httpx sets itself."""
+DROPPED |= {b"date", b"server"}
+"""Headers that belong to one connection, and what httpx or Serve sets itself."""
 POLL_SECONDS = 1.0
+SILENT_SECONDS, RESTART_SECONDS = 60.0, 1800.0
+"""A replica that the book has not heard of for so long is gone: without and with a restart."""
 
 
 @ray.remote(num_cpus=0)
@@ -36,24 +42,36 @@ class Book:
 
     def __init__(self) -> None:
         self.urls: dict[str, str] = {}
+        self.heard: dict[str, float] = {}  # replica -> when it was last heard of
         self.wanted = ""  # number of a version, or none; empty: what the settings say
         self.restarts: dict[str, str] = {}  # replica -> version that it must restart with
 
-    def here(self, name: str, url: str) -> None:
-        """A replica serves at `url`."""
-        self.urls[name] = url
+    def here(self, name: str, url: str, version: str = "") -> None:
+        """A replica serves at `url`; after a restart with a version, later ones start with that."""
+        self.wanted = version or self.wanted
         self.restarts.pop(name, None)
+        self.ask(name, url)
+
+    def ask(self, name: str, url: str) -> str | None:
+        """A replica lives; returns the version that it must restart with, if any."""
+        self.urls[name], self.heard[name] = url, time.monotonic()
+        return self.restarts.get(name)
 
     def gone(self, name: str) -> None:
         """A replica has ended."""
-        self.urls.pop(name, None)
+        for known in (self.urls, self.heard, self.restarts):
+            known.pop(name, None)
 
     def want(self, name: str, version: str) -> None:
-        """A replica restarts with a version (or `none`), and later ones start with it."""
-        self.wanted = self.restarts[name] = version
+        """A replica restarts with a version (or `none`)."""
+        self.restarts[name] = version
 
     def read(self) -> dict[str, Any]:
-        """Everything."""
+        """Everything, without replicas that died unheard."""
+        now = time.monotonic()
+        for name, heard in list(self.heard.items()):
+            if now - heard > (RESTART_SECONDS if name in self.restarts else SILENT_SECONDS):
+                self.gone(name)
         return {"urls": dict(self.urls), "wanted": self.wanted, "restarts": dict(self.restarts)}
 
 
@@ -75,7 +93,7 @@ class VllmReplica:
         self.name = serve.get_replica_context().replica_id.unique_id
         self.book: Any = ray.get_actor(BOOK, NAMESPACE)
         self.in_flight: dict[int, int] = {}
-        self.fault = ""
+        self.formers: list[Server] = []
         self.server = self._start(read_book(self.book)["wanted"])
         self._say()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -84,9 +102,12 @@ class VllmReplica:
         """Pass a request on, and its answer back as it comes."""
         if request.url.path.startswith("/flywheel/"):
             return Response("only the replicas themselves answer this", status_code=404)
-        running = self.server
-        async with _counted(self.in_flight, running.port):
-            client = httpx.AsyncClient(base_url=running.url, timeout=None)
+        async with AsyncExitStack() as open_ones:
+            running = self.server
+            open_ones.enter_context(_counted(self.in_flight, running.port))
+            # No proxy of the environment: the server is on this machine.
+            client = httpx.AsyncClient(base_url=running.url, timeout=None, trust_env=False)
+            await open_ones.enter_async_context(client)
             headers = [(n, v) for n, v in request.headers.raw if n.lower() not in DROPPED]
             asked = client.build_request(
                 request.method,
@@ -95,19 +116,8 @@ class VllmReplica:
                 content=await request.body(),
             )
             answer = await client.send(asked, stream=True)
-
-        async def body():
-            async with _counted(self.in_flight, running.port):
-                try:
-                    async for part in answer.aiter_raw():
-                        yield part
-                finally:
-                    await answer.aclose()
-                    await client.aclose()
-
-        found = StreamingResponse(body(), status_code=answer.status_code)
-        found.raw_headers = [(n, v) for n, v in answer.headers.raw if n.lower() not in DROPPED]
-        return found
+            open_ones.push_async_callback(answer.aclose)
+            return _Passed(answer, open_ones.pop_all())
 
     def check_health(self) -> None:
         """Serve calls this. Raises RuntimeError if the server has died: it replaces the replica."""
@@ -116,7 +126,8 @@ class VllmReplica:
 
     def __del__(self) -> None:
         """Serve ends the replica."""
-        self.server.stop()
+        for one in (self.server, *self.formers):
+            one.stop()
         self.book.gone.remote(self.name)
 
     def _start(self, version: str) -> Server:
@@ -134,38 +145,60 @@ class VllmReplica:
             raise
         return made
 
-    def _say(self) -> None:
-        ray.get(self.book.here.remote(self.name, self.server.url))
+    def _say(self, version: str = "") -> None:
+        ray.get(self.book.here.remote(self.name, self.server.url, version))
 
     def _watch(self) -> None:
         while True:
             time.sleep(POLL_SECONDS)
-            version = read_book(self.book)["restarts"].get(self.name)
-            if version is None:
-                continue
             try:
-                former, self.server = self.server, self._start(version)
-            except (ValueError, OSError) as error:
-                print(f"replica {self.name} keeps its drafter: {error}")
-                self._say()
-                continue
-            self._say()
-            while self.in_flight.get(former.port):
-                time.sleep(0.1)
+                self._look()
+            except Exception as error:  # noqa: BLE001 (without this thread the book forgets us)
+                print(f"replica {self.name}: {type(error).__name__}: {error}; it is tried again")
+
+    def _look(self) -> None:
+        """Tell the book that this replica lives, restart if it says so, and stop former servers
+        that have ended their requests.
+        """
+        for former in [one for one in self.formers if not self.in_flight.get(one.port)]:
+            self.formers.remove(former)
             former.stop()
+        version = ray.get(self.book.ask.remote(self.name, self.server.url))
+        if version is None:
+            return
+        try:
+            former, self.server = self.server, self._start(version)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it would come again)
+            print(f"replica {self.name} keeps its drafter: {error}")
+            self._say()
+            return
+        self.formers.append(former)  # the next look comes after who has just read `server`
+        self._say(version)
 
 
-class _counted:
+class _Passed(StreamingResponse):
+    """An answer as it comes from a server. What it needs is closed however it ends, even if the
+    client went away before its first part.
+    """
+
+    def __init__(self, answer: httpx.Response, open_ones: AsyncExitStack):
+        super().__init__(answer.aiter_raw(), status_code=answer.status_code)
+        self.raw_headers = [(n, v) for n, v in answer.headers.raw if n.lower() not in DROPPED]
+        self.open_ones = open_ones
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.open_ones:
+            await super().__call__(scope, receive, send)
+
+
+@contextmanager
+def _counted(counts: dict[int, int], port: int) -> Iterator[None]:
     """Counts what is in flight at one server, for the block."""
-
-    def __init__(self, counts: dict[int, int], port: int):
-        self.counts, self.port = counts, port
-
-    async def __aenter__(self) -> None:
-        self.counts[self.port] = self.counts.get(self.port, 0) + 1
-
-    async def __aexit__(self, *_: object) -> None:
-        self.counts[self.port] -= 1
+    counts[port] = counts.get(port, 0) + 1
+    try:
+        yield
+    finally:
+        counts[port] -= 1
 
 
 def deploy(cfg: Config, token_file: str) -> Any:

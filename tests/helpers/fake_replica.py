@@ -81,7 +81,7 @@ class FakeReplica:
         folder = self.files / sha
         found = drafter_sha256(folder)
         if found != sha:
-            return 422, {"error": f"the files are {found[:12]}"}
+            return 409, {"error": f"the files are {found[:12]}"}
         config = json.loads((folder / "config.json").read_text())
         self.loaded.append(sha)
         compat = {"target_id": self.target_id, "block_size": config.get("block_size")}

@@ -1,5 +1,6 @@
 """A tiny random target that vLLM serves in seconds, and a random drafter for it."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,31 @@ def tiny_config():
         target_layer_ids=TAPS,
         mask_token_id=3,
     )
+
+
+@pytest.fixture
+def drafters(tmp_path):
+    """Folders of two drafters of one shape."""
+    from dflash.checkpoint import save_drafter
+    from dflash.model import new_drafter
+
+    folders = [tmp_path / name for name in ("first", "second")]
+    for seed, folder in enumerate(folders):
+        save_drafter(new_drafter(tiny_config(), seed=seed), folder, torch.float32)
+    return folders
+
+
+@pytest.fixture
+def site(tmp_path, drafters, monkeypatch):
+    """A replica without vLLM that drafts with the first one."""
+    from serving import loaded
+    from tests.helpers.replica_site import TARGET, TOKEN, Site
+
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    monkeypatch.setenv("FLYWHEEL_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("FLYWHEEL_TARGET_ID", TARGET)
+    monkeypatch.setenv("FLYWHEEL_DRAFTER_VERSION", "1")
+    monkeypatch.setattr(loaded, "_current", loaded.Loaded("", ""))
+    made = Site(tmp_path / "arriving", drafters[0])
+    asyncio.run(made.start())
+    return made

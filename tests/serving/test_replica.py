@@ -1,176 +1,17 @@
-"""serving.replica around a small application, with an engine that only keeps what it is told."""
+"""serving.replica: what it says, what it changes, what it refuses."""
 
 import asyncio
 import json
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from dflash.checkpoint import drafter_sha256, engine_files, save_drafter
+from dflash.checkpoint import drafter_sha256, save_drafter
 from dflash.model import new_drafter
 from serving import loaded, replica
 from serving.replica import Replica
+from tests.helpers.replica_site import TARGET, TOKEN, application
 from tests.serving.conftest import tiny_config
-
-TOKEN = "a-token-of-a-test-0123"
-TARGET = "target-id"
-
-
-class Engine:
-    """What vLLM's engine client does, of one worker: the name of its drafter's folder is its look.
-
-    faults: {number of an exchange: how it goes wrong}.
-    """
-
-    def __init__(self, folder: Path):
-        self.live = self._look(folder)
-        self.staged: dict[str, Any] | None = None
-        self.silent = False
-        self.calls: list[str] = []
-        self.faults: dict[int, str] = {}
-        self.exchanges = 0
-        self.paused = False
-
-    @staticmethod
-    def _look(folder: Path) -> dict[str, Any]:
-        return {"tensors": 3, "parameters_sha256": drafter_sha256(folder), "probe": [1, 2]}
-
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache, self.paused) == ("keep", True, False)
-        self.paused = True
-
-    async def resume_generation(self) -> None:
-        self.paused = False
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        await asyncio.sleep(0)
-        self.calls.append(method)
-        return [getattr(self, method.removeprefix("flywheel_"))(*args)]
-
-    def describe(self):
-        return dict(self.live)
-
-    def stage(self, folder: str):
-        found = self.staged = self._look(Path(folder))
-        return dict(found)
-
-    def exchange(self):
-        assert self.paused, "the engine may compute meanwhile"
-        self.exchanges += 1
-        fault = self.faults.get(self.exchanges, "")
-        if fault == "raises":
-            raise RuntimeError("worker died")
-        assert self.staged is not None
-        self.live, self.staged = self.staged, self.live
-        return self.live | ({"probe": [9]} if fault == "drafts" else {})
-
-    def unstage(self):
-        self.staged = None
-
-    def silence(self, silent: bool):
-        assert self.paused
-        self.silent = silent
-        return True
-
-
-class Site:
-    """The middleware in an application, and requests to it."""
-
-    def __init__(self, folder: Path, drafter: Path):
-        self.engine = Engine(drafter)
-        spec = SimpleNamespace(
-            draft_model_config=SimpleNamespace(model=str(drafter)),
-            num_speculative_tokens=3,
-            num_speculative_tokens_per_batch_size=[[1, 2, 3], [3, 3, 1]],
-        )
-        config = SimpleNamespace(speculative_config=spec)
-        state = SimpleNamespace(vllm_config=config, engine_client=self.engine)
-        self.app = SimpleNamespace(state=state)
-        self.middleware = Replica(_application)
-        self.middleware.folder = folder
-
-    async def start(self) -> None:
-        sent = []
-
-        async def send(message):
-            sent.append(message)
-
-        await self.middleware({"type": "lifespan", "app": self.app}, None, send)  # pyright: ignore[reportArgumentType]
-        assert self.middleware.beginning is not None
-        await self.middleware.beginning
-
-    async def ask(self, method: str, path: str, body: Any = b"", token: str | None = TOKEN):
-        """(status, answer, headers)."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        parts = [data[:7], data[7:]]
-        waiting = [
-            {"type": "http.request", "body": part, "more_body": i == 0}
-            for i, part in enumerate(parts)
-        ]
-        path, _, query = path.partition("?")
-        headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
-        scope = {"type": "http", "method": method, "path": path, "headers": headers}
-        scope |= {"query_string": query.encode(), "app": self.app}
-        sent: list[dict[str, Any]] = []
-
-        async def receive():
-            return waiting.pop(0)
-
-        async def send(message):
-            sent.append(message)
-
-        await self.middleware(scope, receive, send)  # pyright: ignore[reportArgumentType]
-        return sent[0]["status"], json.loads(sent[1]["body"]), dict(sent[0]["headers"])
-
-    async def deliver(self, folder: Path, sha256: str) -> None:
-        for file in engine_files(folder):
-            path = f"/flywheel/drafters/{sha256}/{file.name}"
-            status, answer, _ = await self.ask("PUT", path, file.read_bytes())
-            assert status == 200, answer
-
-    async def load(self, folder: Path, target_id: str = TARGET, version: str = "2", sha256=""):
-        sha256 = sha256 or drafter_sha256(folder)
-        await self.deliver(folder, sha256)
-        asked = {"version": version, "sha256": sha256, "target_id": target_id}
-        return await self.ask("POST", "/flywheel/load", asked)
-
-    async def activate(self, sha256: str):
-        return await self.ask("POST", "/flywheel/activate", {"sha256": sha256})
-
-    async def status(self) -> dict[str, Any]:
-        return (await self.ask("GET", "/flywheel/replica"))[1]
-
-
-async def _application(scope, receive, send):
-    if scope["type"] == "lifespan":
-        await send({"type": "lifespan.startup.complete"})
-        return
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
-    await send({"type": "http.response.body", "body": b"{}"})
-
-
-@pytest.fixture
-def drafters(tmp_path):
-    """Folders of two drafters of one shape."""
-    folders = [tmp_path / name for name in ("first", "second")]
-    for seed, folder in enumerate(folders):
-        save_drafter(new_drafter(tiny_config(), seed=seed), folder, torch.float32)
-    return folders
-
-
-@pytest.fixture
-def site(tmp_path, drafters, monkeypatch):
-    (tmp_path / "token").write_text(TOKEN + "\n")
-    monkeypatch.setenv("FLYWHEEL_TOKEN_FILE", str(tmp_path / "token"))
-    monkeypatch.setenv("FLYWHEEL_TARGET_ID", TARGET)
-    monkeypatch.setenv("FLYWHEEL_DRAFTER_VERSION", "1")
-    monkeypatch.setattr(loaded, "_current", loaded.Loaded("", ""))
-    made = Site(tmp_path / "arriving", drafters[0])
-    asyncio.run(made.start())
-    return made
 
 
 def test_a_token_is_needed(site, tmp_path, monkeypatch):
@@ -192,10 +33,10 @@ def test_a_token_is_needed(site, tmp_path, monkeypatch):
     for content, message in (("short", "fewer than 16"), (None, "No such file")):
         (tmp_path / "token").write_text(content) if content else (tmp_path / "token").unlink()
         with pytest.raises(ValueError, match=message):
-            Replica(_application)
+            Replica(application)
     monkeypatch.delenv("FLYWHEEL_TOKEN_FILE")
     with pytest.raises(ValueError, match="FLYWHEEL_TOKEN_FILE is not set"):
-        Replica(_application)
+        Replica(application)
 
 
 def test_status_and_header_say_what_runs(site, drafters):
@@ -267,7 +108,7 @@ def test_what_is_refused_changes_nothing(site, drafters, tmp_path):
         before = (await site.status())["active"]
         for status, words, restart, arguments in (
             (422, "for target other", False, {"folder": drafters[1], "target_id": "other"}),
-            (422, "the files that arrived are drafter", False, {"folder": torn, "sha256": second}),
+            (409, "the files that arrived are drafter", False, {"folder": torn, "sha256": second}),
             (422, "safetensors", False, {"folder": torn}),
             (409, "block_size 8 != 4", True, {"folder": wide}),
         ):
@@ -275,12 +116,13 @@ def test_what_is_refused_changes_nothing(site, drafters, tmp_path):
             assert (found, answer["restart"]) == (status, restart)
             assert words in answer["error"]
         asked = {"version": "2", "sha256": second, "target_id": TARGET}
-        assert (await site.ask("POST", "/flywheel/load", asked))[0] == 422, "no files"
+        assert (await site.ask("POST", "/flywheel/load", asked))[0] == 409, "no files"
         for body in (b"[]", b"{", {"sha256": second}, asked | {"sha256": "../x"}, b" " * 70_000):
             assert (await site.ask("POST", "/flywheel/load", body))[0] in (400, 413)
-        for path in ("../../x.json", "mask_embedding.pt", ".hidden.json", "a/b.json", "x.bin"):
+        names = {"../../x.json": 404, ".hidden.json": 404, "a/b.json": 404}
+        for path, code in (names | {"mask_embedding.pt": 422, "x.bin": 422}).items():
             status, _, _ = await site.ask("PUT", f"/flywheel/drafters/{second}/{path}", b"1")
-            assert status == 404
+            assert status == code
         assert (await site.ask("GET", "/flywheel/acceptance?after=x"))[0] == 400
         now = await site.status()
         assert (now["active"], now["staged"], now["refused"]) == (before, None, 5)
@@ -331,4 +173,4 @@ def test_a_connection_that_ends_leaves_no_file(site, tmp_path):
             await replica._keep(tmp_path / "x", "config.json", receive)
 
     asyncio.run(run())
-    assert not list((tmp_path / "x").glob("[!.]*"))
+    assert not list((tmp_path / "x").iterdir())

@@ -78,6 +78,13 @@ def test_a_whole_answer_has_the_engines_own_time_of_its_first_token():
     assert (row["output_tokens"], row["first_token_seconds"]) == (3, 0.25)
 
 
+def test_a_request_id_of_any_length_is_kept_short():
+    """Clients choose it, and the feed keeps thousands."""
+    [row] = ask(EngineApp(FakeEngine(TWELVE), name="chatcmpl-" + "x" * 1_000_000))
+    assert row["request_id"].startswith("chatcmpl-x")
+    assert len(row["request_id"]) <= 200
+
+
 @pytest.mark.parametrize("value", ["false", "maybe", ""])
 def test_without_consent_only_counts_are_left(value):
     headers = [*LABELS, ("X-Flywheel-Tenant", "acme"), ("X-Flywheel-Consent", value)]

@@ -186,6 +186,31 @@ def test_without_costs_it_is_held_unless_the_rule_says_otherwise(cfg, tmp_path):
     assert row["fix"] == "not measured, and speed.required is false"
 
 
+def test_costs_of_other_k_than_were_evaluated_hold(cfg):
+    folder = make_drafter(cfg, "one", 1)
+    evaluate(cfg, folder, tau_by_k={"7": 2.0})
+    summary = promote.run(cfg)
+    assert summary["decision"] == "held"
+    assert "it was evaluated at K 7 to 7" in summary["reasons"][0]
+
+
+@pytest.mark.parametrize("where", ["tau", "baseline"])
+def test_what_is_no_number_passes_no_rule(cfg, where):
+    first, _ = promoted(cfg, "one", 1)
+    path = evaluate(cfg, make_drafter(cfg, "two", 2), against=first)
+    nan = float("nan")
+    change = {
+        "tau": lambda e: e["tau"].update(pooled=nan, ci=[nan, nan]),
+        "baseline": lambda e: e["baseline"]["judged"][0].update(
+            ci=[nan] * 2, ci_corrected=[nan] * 2
+        ),
+    }
+    edit(path, change[where])
+    with pytest.raises(ValueError, match=r"two\.json is damaged .*: run `flywheel evaluate"):
+        promote.run(cfg)
+    assert aliases(cfg)["champion"] == "1"
+
+
 def test_a_plan_shows_every_rule_and_changes_nothing(cfg, capsys):
     first, _ = promoted(cfg, "one", 1)
     folder = make_drafter(cfg, "two", 2)

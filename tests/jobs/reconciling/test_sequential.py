@@ -103,6 +103,7 @@ def test_exact_tests_of_dead_drafters_and_failures():
 
 def test_answers_without_a_drafter_have_no_rounds():
     row = {"seq": 1, "drafter_sha256": "", "accepted": [0, 0], "drafted": [0, 0], "domain": None}
+    row["finished_at"] = 1.0
     assert answer_of(row, ["a"]).rounds == 0
 
 
