@@ -44,11 +44,12 @@ class Engine:
         return [found]
 
     def describe(self):
-        return dict(self.live)
+        return dict(self.live or {})
 
     def stage(self, folder: str):
-        self.staged = self._look(Path(folder))
-        return dict(self.staged)
+        look = self._look(Path(folder))
+        self.staged = look
+        return dict(look)
 
     def exchange(self):
         assert self.paused, "the engine may compute meanwhile"
