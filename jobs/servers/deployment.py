@@ -163,7 +163,7 @@ class VllmReplica:
         for former in [one for one in self.formers if not self.in_flight.get(one.port)]:
             self.formers.remove(former)
             former.stop()
-        version = ray.get(self.book.ask.remote(self.name, self.server.url))
+        version: Any = ray.get(self.book.ask.remote(self.name, self.server.url))
         if version is None:
             return
         try:

@@ -46,11 +46,12 @@ class Engine:
         return [found]
 
     def describe(self):
-        return dict(self.live)
+        return dict(self.live or {})
 
     def stage(self, folder: str):
-        found = self.staged = self._look(Path(folder))
-        return dict(found)
+        look = self._look(Path(folder))
+        self.staged = look
+        return dict(look)
 
     def exchange(self):
         assert self.paused, "the engine may compute meanwhile"

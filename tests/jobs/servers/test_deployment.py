@@ -6,6 +6,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -170,7 +171,8 @@ def test_a_book_that_is_away_does_not_end_the_watch(monkeypatch):
 
 @pytest.fixture
 def book():
-    return Book.__ray_metadata__.modified_class()
+    actor: Any = Book
+    return actor.__ray_metadata__.modified_class()
 
 
 def test_a_restart_that_failed_is_not_what_later_replicas_start_with(book):
