@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,7 @@ SETTINGS = [
     "train.checkpoint_every=10",
     "verify.reference_requests=1",
     "verify.repeats=1",
+    f"promote.gate={Path(__file__).with_name('gate.yaml')}",
 ]
 
 
