@@ -1,10 +1,10 @@
 """flywheel fleet [fleet.replicas=2 fleet.port=8000]
 
-Replicas of vLLM behind one endpoint of Ray Serve, on this machine or on the cluster of ray.address,
-until Ctrl-C. They start with serve.drafter (as `flywheel serve`, by default the champion). Their
-addresses and the name of the file with the token are in <scratch>/fleet_state.json, where `flywheel
-rollout` finds them. A drafter of another shape needs a restart: `rollout` names it in
-<scratch>/fleet_wanted.json, and the replicas that it names restart one after the other.
+Replicas of vLLM behind one endpoint of Ray Serve, on this machine, until Ctrl-C. They start with
+serve.drafter (as `flywheel serve`, by default the champion). Their addresses and the name of the
+file with the token are in <scratch>/fleet_state.json, where `flywheel rollout` finds them. A drafter
+of another shape needs a restart: `rollout` names it in <scratch>/fleet_wanted.json, and the replicas
+that it names restart one after the other.
 """
 
 import json

@@ -14,6 +14,7 @@ from typing import Any, Self
 import httpx
 
 from dflash.checkpoint import engine_files
+from serving.start_checks import check_token, read_token
 
 TOKEN = "FLYWHEEL_TOKEN"  # the name of the environment variable, not a token
 LOOK_SECONDS = 10.0
@@ -46,14 +47,13 @@ class Failed(ReplicaFault):
     """It tried and could not; it says that it serves what it served before."""
 
 
-def read_token(file: Path | str = "") -> str:
+def find_token(file: Path | str = "") -> str:
     """The token in a file, else in the environment; empty without one. ValueError for a bad one."""
-    where, text = f"the environment variable {TOKEN}", os.environ.get(TOKEN, "")
     if file:
-        where, text = str(file), Path(file).read_text()
-    token = text.strip()
-    if (file and not token) or not token.isascii() or any(c.isspace() for c in token):
-        raise ValueError(f"{where} holds no token: expected one word of printable ASCII characters")
+        return read_token(file).decode()
+    token = os.environ.get(TOKEN, "").strip()
+    if token:
+        check_token(token.encode(), f"the environment variable {TOKEN}")
     return token
 
 

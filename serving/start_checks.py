@@ -96,7 +96,8 @@ def free_port(host: str, port: int) -> int:
 def read_token(file: str | os.PathLike[str]) -> bytes:
     """The token in a file, without white space around it.
 
-    Raises ValueError if no file is named, it cannot be read, or the token is too short to be safe.
+    Raises ValueError if no file is named, it cannot be read, or holds no token that is safe and can
+    be sent in a header.
     """
     if not os.fspath(file):
         raise ValueError("FLYWHEEL_TOKEN_FILE is not set: name a file with a secret token")
@@ -104,12 +105,19 @@ def read_token(file: str | os.PathLike[str]) -> bytes:
         token = Path(file).read_bytes().strip()
     except OSError as error:
         raise ValueError(f"token file {file}: {error.strerror}") from error
+    check_token(token, str(file))
+    return token
+
+
+def check_token(token: bytes, where: str) -> None:
+    """Raise ValueError, without the token, for one that the other side could not send or take."""
+    if not token.isascii() or len(token.split()) != 1:
+        raise ValueError(f"{where} holds no token: expected one word of printable ASCII characters")
     if len(token) < SHORTEST_TOKEN:
         raise ValueError(
-            f"the token in {file} has fewer than {SHORTEST_TOKEN} characters: "
-            f"`openssl rand -hex 32 > {file}` makes a good one"
+            f"the token of {where} has fewer than {SHORTEST_TOKEN} characters: "
+            "`openssl rand -hex 32` makes a good one"
         )
-    return token
 
 
 def phase(lines: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.base.config import Config
-from serving.replica_client import ReplicaClient, ReplicaFault, read_token
+from serving.replica_client import ReplicaClient, ReplicaFault, find_token
 
 FLEET_STATE, FLEET_WANTED = "fleet_state.json", "fleet_wanted.json"
 """Files in scratch: what `flywheel fleet up` runs, and what it shall restart replicas with."""
@@ -84,7 +84,7 @@ def find_fleet(cfg: Config) -> Fleet:
             "`flywheel fleet up`"
         )
     unique = dict.fromkeys(url.rstrip("/") for url in urls)
-    return Fleet(list(unique), read_token(token), ours)
+    return Fleet(list(unique), find_token(token), ours)
 
 
 def _state(file: Path) -> dict[str, Any]:

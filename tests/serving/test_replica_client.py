@@ -12,7 +12,7 @@ from serving.replica_client import (
     ReplicaClient,
     ReplicaFault,
     Unreachable,
-    read_token,
+    find_token,
 )
 from tests.helpers.fake_replica import TOKEN, FakeReplica, running
 from tests.helpers.promotion import SHAPE
@@ -82,11 +82,11 @@ def test_a_wrong_token_and_a_dead_replica_are_told_apart(fake):
 
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("FLYWHEEL_TOKEN", "of-the-environment")
-    assert read_token() == "of-the-environment"
+    assert find_token() == "of-the-environment"
     file = tmp_path / "token"
-    file.write_text("of-the-file\n")
-    assert read_token(file) == "of-the-file"
+    file.write_text("of-the-file-itself\n")
+    assert find_token(file) == "of-the-file-itself"
     file.write_text("two words")
     with pytest.raises(ValueError, match="holds no token") as raised:
-        read_token(file)
+        find_token(file)
     assert "two words" not in str(raised.value)
