@@ -2,9 +2,9 @@
 
 Replicas of vLLM behind one endpoint of Ray Serve, on this machine, until Ctrl-C. They start with
 serve.drafter (as `flywheel serve`, by default the champion). Their addresses and the name of the
-file with the token are in <scratch>/fleet_state.json, where `flywheel rollout` finds them. A drafter
-of another shape needs a restart: `rollout` names it in <scratch>/fleet_wanted.json, and the replicas
-that it names restart one after the other.
+file with the token are in <scratch>/fleet_state.json, where `flywheel rollout` finds them. A
+drafter of another shape needs a restart: `rollout` names it in <scratch>/fleet_wanted.json, and the
+replicas that it names restart one after the other.
 """
 
 import json
