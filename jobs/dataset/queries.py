@@ -21,6 +21,7 @@ TABLES = (
     "set_aside",
     "stages",
     "traffic",
+    "windows",
 )
 """What a question can ask about; sql/00_sources.sql makes views of them."""
 
