@@ -113,8 +113,8 @@ class _Turn:
     def run(self) -> dict[str, Any]:
         """Go on with a window or begin one; returns the summary."""
         window = windows.unfinished(self.known)
-        if window is not None and self.cfg.retrain.fresh:
-            self._close(window, "abandoned", f"it was {window.state}, and retrain.fresh is set")
+        if window is not None and (why := self._over(window)):
+            self._close(window, "abandoned", f"it was {window.state}, and {why}")
             window = None
         if window is None:
             window = self._begin()
@@ -126,6 +126,14 @@ class _Turn:
         if window.state in OPEN:
             self._turn(window)
         return _summary(window)
+
+    def _over(self, window: Window) -> str:
+        """Why an interrupted window is not gone on with; "" if it is."""
+        if self.cfg.retrain.fresh:
+            return "retrain.fresh is set"
+        if window.whole["target_id"] != target_id(self.cfg.target_path):
+            return "the target has changed"
+        return ""
 
     def _begin(self) -> Window | None:
         """Ingest, and the window of what is new; None if nothing is."""

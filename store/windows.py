@@ -21,7 +21,7 @@ Row = dict[str, Any]
 WHOLE = "window"
 """The step of the row about a whole window."""
 OPEN = ("running", "failed", "waiting")
-"""States of a window that the next command goes on with. waiting: for a decision of the roll-out."""
+"""States of a window that the next command goes on with. waiting: for the roll-out to decide."""
 TAKEN = ("promoted", "unchanged", "held", "refused", "rolled back")
 """States in which a window has ended, and its samples count as used."""
 LEFT = ("skipped", "abandoned")

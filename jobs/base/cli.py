@@ -4,9 +4,9 @@
 
 A stage is a module with `run(cfg: Config) -> dict`. What it prints for people goes to stderr
 (jobs/base/console.py); the summary it returns is printed as one JSON line, the last line on stdout.
-A summary with `"ok": false` makes the exit code 1 (or what its `exit` says); a ValueError, an OSError or the death of a Ray
-worker is a message to the user and makes it 2. Stages are imported only when they run: help works
-whatever is installed.
+A summary with `"ok": false` makes the exit code 1, or what its `exit` says; a ValueError, an
+OSError or the death of a Ray worker is a message to the user and makes it 2. Stages are imported
+only when they run: help works whatever is installed.
 """
 
 import argparse
