@@ -30,7 +30,7 @@ from jobs.retraining.foreign_champion import foreign_champion, mark
 from jobs.retraining.new_samples import New, new_since
 from jobs.retraining.outcomes import numbers_of, outcome
 from jobs.retraining.policy import read_policy
-from jobs.retraining.recipe import make_recipe, trained_with
+from jobs.retraining.recipe import make_recipe, start_of, trained_with
 from jobs.retraining.triggers import look
 from store import windows
 from store.lease import lease
@@ -75,25 +75,23 @@ def plan(cfg: Config) -> dict[str, Any]:
     """What `run` would do with what is ingested now, and why; writes nothing."""
     known = windows.read(cfg.table("windows"))
     window, new = windows.unfinished(known), None
-    if window is None or cfg.retrain.fresh:
+    every = [name for name, _ in (*LEARN, *DELIVER)]
+    if window is None or _over(cfg, window):
         new = new_since(cfg, target_id(cfg.target_path), known)
-        why = _too_few(cfg, new) or f"{new.total} new answer tokens; ingest may add some"
+        too_few = _too_few(cfg, new)
+        does, why = ("skipped", too_few) if too_few else ("runs", f"{new.total} new answer tokens")
         rows = [["ingest", "runs", "logs may have grown since the last time"]]
-        does = "skipped" if _too_few(cfg, new) else "runs"
-        rows += [[name, does, why] for name, _ in (*LEARN, *DELIVER)]
+        rows += [[name, does, why] for name in every]
+        notes = start_of(cfg)[1]
     else:
-        why = f"window {window.number} goes on: it is {window.state}"
-        left = [name for name, _ in (*LEARN, *DELIVER) if not window.is_done(name)]
-        rows = [[name, "runs", why] for name in left]
+        why = f"window {window.number} goes on: it is {window.state} {window.whole['reason']}"
+        rows = [[name, "runs", why.strip()] for name in every if not window.is_done(name)]
+        notes = window.numbers("train").get("notes") or start_of(cfg)[1]
     for row in rows:
-        if row[0] == "rollout" and row[1] == "runs" and not has_fleet(cfg):
-            row[1:] = ["skipped", "no replica is known (rollout.replicas, rollout.dns)"]
-        if (
-            row[0] == "verify"
-            and row[1] == "runs"
-            and not read_rules(cfg.promote.gate).speed.required
-        ):
-            row[1:] = ["skipped", "the gate needs no measured costs (speed.required)"]
+        if row[0] == "train":
+            row[2] = "; ".join([row[2], *notes])
+        if row[1] == "runs" and (needless := _never(cfg, row[0])):
+            row[1:] = ["skipped", needless]
     print_table("What would be done now", ["step", "", "why"], rows)
     names = ("step", "does", "why")
     return {
@@ -113,7 +111,7 @@ class _Turn:
     def run(self) -> dict[str, Any]:
         """Go on with a window or begin one; returns the summary."""
         window = windows.unfinished(self.known)
-        if window is not None and (why := self._over(window)):
+        if window is not None and (why := _over(self.cfg, window)):
             self._close(window, "abandoned", f"it was {window.state}, and {why}")
             window = None
         if window is None:
@@ -126,14 +124,6 @@ class _Turn:
         if window.state in OPEN:
             self._turn(window)
         return _summary(window)
-
-    def _over(self, window: Window) -> str:
-        """Why an interrupted window is not gone on with; "" if it is."""
-        if self.cfg.retrain.fresh:
-            return "retrain.fresh is set"
-        if window.whole["target_id"] != target_id(self.cfg.target_path):
-            return "the target has changed"
-        return ""
 
     def _begin(self) -> Window | None:
         """Ingest, and the window of what is new; None if nothing is."""
@@ -280,14 +270,29 @@ def _too_few(cfg: Config, new: New) -> str:
     return f"too few tokens: {new.total} new ones, retrain.min_tokens is {cfg.retrain.min_tokens}"
 
 
-def _needless(cfg: Config, name: str) -> str:
-    """Why a step is left out; "" if it runs."""
+def _over(cfg: Config, window: Window) -> str:
+    """Why an interrupted window is not gone on with; "" if it is."""
+    if cfg.retrain.fresh:
+        return "retrain.fresh is set"
+    if window.whole["target_id"] != target_id(cfg.target_path):
+        return "the target has changed"
+    return ""
+
+
+def _never(cfg: Config, name: str) -> str:
+    """Why the settings leave a step out; "" if they do not."""
     if name == "rollout" and not has_fleet(cfg):
         return "no replica is known (rollout.replicas, rollout.dns)"
-    if name != "verify":
-        return ""
-    if not read_rules(cfg.promote.gate).speed.required:
+    if name == "verify" and not read_rules(cfg.promote.gate).speed.required:
         return "the gate needs no measured costs (speed.required)"
+    return ""
+
+
+def _needless(cfg: Config, name: str) -> str:
+    """Why a step is left out; "" if it runs. `promote.drafter` is the drafter of the window."""
+    why = _never(cfg, name)
+    if why or name != "verify":
+        return why
     candidate = read_candidate(cfg)
     source = known_costs(cfg, candidate.sha256, candidate.compat)[1]
     return "" if source is None else f"costs are known, as measured with {source['drafter']}"

@@ -39,7 +39,7 @@ def make_recipe(cfg: Config, window: Window, known: list[Window]) -> Recipe:
     set, train.base and train.domain, stays.
     """
     settings: dict[str, Any] = {}
-    base, notes = _base(cfg)
+    base, notes = start_of(cfg)
     if base:
         settings["lr"] = cfg.train.lr * cfg.retrain.warm_lr
         notes.append(f"train.lr {settings['lr']:g}, since it starts from the champion")
@@ -98,7 +98,8 @@ def seconds_per_step(known: list[Window]) -> float | None:
     return None
 
 
-def _base(cfg: Config) -> tuple[str, list[str]]:
+def start_of(cfg: Config) -> tuple[str, list[str]]:
+    """(version that training starts from, why); "" for a new drafter, or the base of the user."""
     if cfg.train.base:
         return "", [f"train.base is set: {cfg.train.base}"]
     champion = resolve(cfg, CHAMPION)

@@ -10,6 +10,7 @@ import pytest
 
 from jobs.base import cli
 from jobs.base.config import load
+from jobs.upkeep.pins import kept_versions
 from pipelines import retrain
 from store import windows
 from store.collect import compact
@@ -191,6 +192,17 @@ def test_compaction_of_traffic_makes_nothing_new(cfg, stages):
     assert retrain.run(cfg)["state"] == "nothing new"
 
 
+def test_gc_keeps_what_the_next_window_is_measured_from(cfg, stages):
+    add_traffic(cfg, range(10))
+    stages.fail.add("train")
+    with pytest.raises(ValueError, match="broke"):
+        retrain.run(cfg)
+    assert kept_versions(cfg) == {"traffic": set(), "selection": {7}}
+    stages.fail.clear()
+    retrain.run(cfg)
+    assert kept_versions(cfg) == {"traffic": {cfg.table("traffic").version()}}
+
+
 def test_a_watermark_that_cannot_be_read_any_more_stops_nothing(cfg, stages):
     add_traffic(cfg, range(10))
     retrain.run(cfg)
@@ -299,6 +311,9 @@ def test_plan_says_what_would_run_and_changes_nothing(cfg, stages):
     stages.fail.add("train")
     with pytest.raises(ValueError, match="broke"):
         retrain.run(cfg)
-    left = [row["step"] for row in retrain.plan(cfg)["plan"]]
+    rows = retrain.plan(cfg)["plan"]
+    assert "window 1 goes on: it is failed train: train broke" in rows[0]["why"]
+    assert "a new drafter: there is no champion" in rows[0]["why"]
+    left = [row["step"] for row in rows]
     assert left == ["train", "evaluate", "preflight", "verify", "promote", "rollout"]
     assert stages.take() == ALL[:4]

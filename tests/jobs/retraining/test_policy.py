@@ -16,7 +16,7 @@ def test_a_file_replaces_what_it_names(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("schedul: {hours: 1}", "unknown setting 'schedul': did you mean schedule?"),
+        ("schedul: {hours: 1}", "unknown setting 'schedul': did you mean schedule"),
         ("tokens: {minimum: 1}", "unknown setting 'tokens.minimum'"),
         ("schedule: {hours: often}", "schedule.hours = 'often': expected number >= 0"),
         ("schedule: {hours: 1:30}", "write numbers without a zero before them and without colons"),
