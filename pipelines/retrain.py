@@ -147,7 +147,7 @@ class _Turn:
         window.put(
             WHOLE,
             state="running",
-            reason="; ".join(filter(None, [new.note, foreign])),
+            reason="",
             target_id=target_id(cfg.target_path),
             from_version=new.before,
             to_version=new.after,
@@ -158,6 +158,7 @@ class _Turn:
         )
         kept = numbers_of("ingest", ingested)
         window.put("ingest", state="done", started_at=started, seconds=seconds, numbers=kept)
+        window.put("ingest", reason="; ".join(filter(None, [new.note, foreign])))
         if why := _too_few(cfg, new):
             self._close(window, "skipped", why)
             return window
@@ -204,6 +205,25 @@ class _Turn:
     def _step(self, window: Window, name: str, stage: Stage) -> tuple[str, str] | None:
         """Run a step; returns what it decides about the window."""
         console.rule(name)
+        clock = time.perf_counter()
+        try:
+            summary = self._run(window, name, stage)
+        except Exception as error:
+            self._failed(window, name, error, time.perf_counter() - clock)
+            raise
+        if summary is None:
+            return None
+        numbers = window.numbers(name) | numbers_of(name, summary)
+        seconds = time.perf_counter() - clock
+        decided = outcome(window, name, summary)
+        waits = decided is not None and decided[0] == "waiting"
+        window.put(name, state="waiting" if waits else "done", seconds=seconds, numbers=numbers)
+        if decided is None:
+            self.writer.write(window)
+        return decided
+
+    def _run(self, window: Window, name: str, stage: Stage) -> dict[str, Any] | None:
+        """The summary of a stage; None if it is left out."""
         cfg = self._settings(window, name)
         row: dict[str, Any] = {"started_at": datetime.now(UTC), "reason": "", "seconds": 0.0}
         if why := _needless(cfg, name):
@@ -214,21 +234,7 @@ class _Turn:
         window.put(name, state="running", **row)
         window.put(WHOLE, state="running")
         self.writer.write(window)
-        clock = time.perf_counter()
-        try:
-            summary = logged(cfg, name, stage)
-        except Exception as error:
-            self._failed(window, name, error, time.perf_counter() - clock)
-            raise
-        numbers = window.numbers(name) | numbers_of(name, summary)
-        seconds = time.perf_counter() - clock
-        decided = outcome(window, name, summary)
-        waits = decided is not None and decided[0] == "waiting"
-        state = "waiting" if waits else "done"
-        window.put(name, state=state, seconds=seconds, numbers=numbers)
-        if decided is None:
-            self.writer.write(window)
-        return decided
+        return logged(cfg, name, stage)
 
     def _settings(self, window: Window, name: str) -> Config:
         """The settings of a step: what earlier steps of this window have made."""

@@ -211,7 +211,7 @@ def test_a_watermark_that_cannot_be_read_any_more_stops_nothing(cfg, stages):
     cfg.table("traffic").place.delete(list(old))
     add_traffic(cfg, range(20, 30), log="later")
     assert retrain.run(cfg)["tokens"] == {"a": 1000}
-    assert "are gone" in last(cfg).whole["reason"]
+    assert "are gone" in last(cfg).rows["ingest"]["reason"]
 
 
 def test_samples_of_another_target_are_not_new(cfg, stages):

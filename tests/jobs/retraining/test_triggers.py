@@ -1,10 +1,12 @@
 """Every trigger of the policy on its own, and what a domain new in a window changes."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 from dflash.identity import target_id
+from jobs import promote
 from jobs.retraining.drift import Found, Mixed
 from jobs.retraining.foreign_champion import foreign_champion, mark
 from jobs.retraining.new_samples import New
@@ -12,7 +14,15 @@ from jobs.retraining.policy import Schedule, Tokens, read_policy
 from jobs.retraining.recipe import adapted, seconds_per_step
 from jobs.retraining.triggers import drift, look, mixed, schedule, tokens
 from store.windows import Window
-from tests.helpers.promotion import actions, make_registry, make_target, promoted
+from tests.helpers.promotion import (
+    SHAPE,
+    actions,
+    evaluate,
+    make_drafter,
+    make_registry,
+    make_target,
+    promoted,
+)
 from tests.helpers.retraining import NOON, add_traffic
 
 LIMITS = read_policy("").drift
@@ -101,15 +111,14 @@ def test_a_changed_target_is_seen_and_recorded_once(tmp_path, empty_database):
 
 def test_a_drafter_for_a_target_of_another_shape_takes_over(tmp_path, empty_database):
     """No replay can compare it with a champion that does not fit the target."""
-    from dataclasses import replace
-
-    from tests.helpers.promotion import SHAPE
-
     cfg = make_registry(tmp_path, empty_database)
     promoted(cfg, "one", 1)
     make_target(cfg, hidden_size=32)
-    _, decided = promoted(cfg, "two", 2, shape=replace(SHAPE, hidden_size=32))
-    assert decided["decision"] == "promoted"
+    wide = replace(SHAPE, hidden_size=32)
+    folder = make_drafter(cfg, "two", 2, wide)
+    evaluate(cfg, folder, shape=wide)
+    decided = promote.run(cfg.override("promote", drafter=str(folder)))
+    assert (decided["decision"], decided["previous"]) == ("promoted", "1")
 
 
 def test_the_domain_that_a_window_adapts_to():
