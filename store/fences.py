@@ -30,3 +30,4 @@ class Fence:
                 f"{self.held.place}: lease {self.held.number} ended, and a later holder has begun: "
                 "nothing was recorded, run the same command again"
             )
+        self.since = max(self.since, version)  # what is known is not read again

@@ -13,7 +13,6 @@ from jobs.base.config import load
 from jobs.upkeep.pins import kept_versions
 from pipelines import retrain
 from store import windows
-from store.collect import compact
 from store.lease import Lost, lease
 from store.schemas import WINDOWS
 from store.tables import Table
@@ -70,7 +69,7 @@ def test_the_same_window_twice_does_nothing(cfg, stages):
     assert cfg.table("windows").version() == version
 
 
-@pytest.mark.parametrize("step", ALL[1:])
+@pytest.mark.parametrize("step", ["select", "train", "promote"])
 def test_it_goes_on_at_the_step_that_failed(cfg, stages, step):
     add_traffic(cfg, range(10))
     stages.fail.add(step)
@@ -183,12 +182,13 @@ def test_late_and_future_rows_and_a_clock_set_back_lose_nothing(cfg, stages):
 
 
 def test_compaction_of_traffic_makes_nothing_new(cfg, stages):
-    for i in range(20):
-        add_traffic(cfg, range(i, i + 1), log=f"l{i}")
+    for i in range(2):
+        add_traffic(cfg, range(5 * i, 5 * i + 5), log=f"l{i}")
     retrain.run(cfg)
-    version = cfg.table("traffic").version()
-    assert compact(cfg.table("traffic"))
-    assert cfg.table("traffic").version() > version
+    table = cfg.table("traffic")
+    version, whole = table.version(), table.write(table.read())
+    assert table.change(lambda live: ([whole], list(live))) == version + 1
+    assert len(table.shards()) == 1
     assert retrain.run(cfg)["state"] == "nothing new"
 
 
@@ -259,7 +259,7 @@ class Killed(BaseException):
     """Nothing that a stage or a pipeline handles."""
 
 
-@pytest.mark.parametrize("step", ["ingest", "select", "train", "promote"])
+@pytest.mark.parametrize("step", ["ingest", "select", "evaluate"])
 def test_ended_in_the_middle_and_run_again(cfg, stages, step):
     def end():
         raise Killed
