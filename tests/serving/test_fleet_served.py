@@ -48,6 +48,7 @@ def fleet(tiny_target, tiny_drafter, tmp_path):
         "serve.capture": tmp_path / "capture",
         "fleet.port": port,
         "fleet.cpus": 0.5,
+        "fleet.sticky": "true",
     }
     command = [sys.executable, "-m", "jobs.fleet", *(f"{k}={v}" for k, v in settings.items())]
     with (tmp_path / "fleet.log").open("wb") as log:

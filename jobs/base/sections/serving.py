@@ -51,7 +51,7 @@ class Fleet:
     )
     gpus: float = setting(0.0, "GPUs that Ray reserves for each replica", minimum=0)
     sticky: bool = setting(
-        True, "requests of one X-Flywheel-Conversation go to one replica, by consistent hashing"
+        False, "requests of one X-Flywheel-Conversation go to one replica, however busy it is"
     )
 
 
