@@ -62,6 +62,7 @@ def test_a_dead_drafter_is_stopped_at_the_canary_and_the_registry_goes_back(star
         assert found["decision"] == "rolled back", found
         assert not found["ok"]
         assert "all traffic loses" in found["verdict"]["reasons"][0]
+        assert "all traffic loses" in found["why"]
         assert one.loaded() == ["1", "1", "1"]
         assert [fake.swaps for fake in one.fakes] == [2, 0, 0]
         assert aliases(one.cfg)["champion"] == "1"
