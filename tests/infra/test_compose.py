@@ -25,7 +25,8 @@ def command_of(service: str) -> str:
 
 
 def test_it_fits_the_schema_of_the_specification():
-    validator = jsonschema.Draft7Validator(get_builtin_schema("vendor.compose-spec"))
+    schema = get_builtin_schema("vendor.compose-spec")
+    validator = jsonschema.validators.validator_for(schema)(schema)
     validator.validate(COMPOSE)
     wrong = json.loads(json.dumps(COMPOSE))
     wrong["services"]["fleet"]["healthchek"] = {}

@@ -101,7 +101,7 @@ def test_the_package_can_be_installed_and_runs_from_there(app, tmp_path):
             check=False,
         )
         assert done.returncode == 0, done.stderr
-    assert "work: runs/demo" in done.stdout
+    assert f"work: {tmp_path}/runs/demo" in done.stdout
 
 
 def test_images_run_as_a_user_without_secrets_and_say_how_they_are(app):
