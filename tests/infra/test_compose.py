@@ -5,10 +5,10 @@ import re
 import shutil
 import subprocess
 
-import jsonschema
 import pytest
 import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
+from jsonschema.validators import validator_for
 
 from tests.helpers.commands import checked, commands
 from tests.helpers.promql import INFRA
@@ -25,7 +25,7 @@ def command_of(service: str) -> str:
 
 def test_it_fits_the_schema_of_the_specification():
     schema = get_builtin_schema("vendor.compose-spec")
-    validator = jsonschema.validators.validator_for(schema)(schema)
+    validator = validator_for(schema)(schema)
     validator.validate(COMPOSE)
     wrong = json.loads(json.dumps(COMPOSE))
     wrong["services"]["fleet"]["healthchek"] = {}
