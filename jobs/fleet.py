@@ -24,7 +24,7 @@ from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from jobs.reconciling.observed import FLEET_STATE, FLEET_WANTED, find_fleet, observe
 from jobs.registry.versions import resolve
-from jobs.servers.deployment import deploy, make_token, read_book
+from jobs.servers.deployment import STICKY_HEADER, deploy, make_token, read_book
 
 FLEET_TARGETS = "fleet_targets.json"
 POLL_SECONDS = 1.0
@@ -41,7 +41,8 @@ def run(cfg: Config) -> dict[str, Any]:
     cfg = _with_drafter(cfg)
     endpoint = f"http://{cfg.fleet.host}:{cfg.fleet.port}"
     # Ray starts workers with niceness 15: beside anything else, the servers would hardly run.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, value in {"RAY_worker_niceness": "0", **STICKY_HEADER}.items():
+        os.environ.setdefault(name, value)
     with cluster(cfg):
         try:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; Ray has its own
