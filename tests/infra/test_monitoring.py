@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from jobs.base.config import load
-from jobs.fleet import FLEET_TARGETS, _tell
 from tests.helpers.commands import checked, commands
 from tests.helpers.promql import INFRA, SCRAPED, asked, missing, queries, served
 
@@ -111,6 +110,8 @@ def test_the_board_shows_what_it_has_to():
 
 
 def test_prometheus_finds_the_replicas_of_a_fleet(tmp_path):
+    from jobs.fleet import FLEET_TARGETS, _tell  # it imports Ray Serve
+
     cfg = load(None, [f"work={tmp_path}"])
     urls = ["http://127.0.0.1:4001", "http://127.0.0.1:4002"]
     _tell(cfg, "http://127.0.0.1:8000", tmp_path / "token", urls)
