@@ -19,6 +19,7 @@ from serving.client import Completion, Request, complete
 from serving.vllm_counts import rounds
 from serving.vllm_server import Server
 from tests.helpers.capture_logs import in_this_process
+from tests.helpers.promql import missing
 from tests.serving.conftest import LEARNED
 
 pytest.importorskip("vllm")
@@ -140,6 +141,7 @@ def test_nothing_is_lost_while_sixteen_clients_stream(
                     pauses.append(changed["pause_seconds"])
                     streams.wait_for(16)
         fed = [row for url in urls for row in Admin(url).rows()]
+        assert missing(httpx.get(other.url + "/metrics").text) == set(), "the board asks for them"
     check_rows(fed, tiny_drafter, learned_drafter)
     in_this_process(monkeypatch)
     cfg = load(None, [f"work={tmp_path}", f"target.path={tiny_target}"])
