@@ -236,6 +236,7 @@ def sequential_intervals(
                 continue
             answers, middle, low, high = zip(*looks, strict=True)
             axes.fill_between(answers, low, high, color=BLUE, alpha=0.25, linewidth=0)
+            axes.vlines(answers, low, high, color=BLUE, alpha=0.5, linewidth=1)
             axes.plot(answers, middle, "o-", color=BLUE, markersize=3)
             axes.axhline(0, color=GRAY, linewidth=0.8)
             axes.axhline(-tolerances[name], color=RED, linewidth=1, linestyle=":")
