@@ -17,6 +17,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from jobs.base.console import visible
 
@@ -244,6 +245,8 @@ def sequential_intervals(
             axes.set_ylim(-min(reach, 1.0), reach)  # no loss is larger than all of it
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
         axes.set_xlabel("answers of the canary")
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         figure.supylabel("tokens per round against the rest", fontsize=10)
         figure.suptitle(textwrap.fill(visible(title, 200), 50), fontsize=10)
         return _svg(figure)
