@@ -1,11 +1,11 @@
 """make bench-sql [ARGS="rows=1000000 work=FOLDER"]: each question of sql/ over ten million rows.
 
-A generator fills acceptance/ as a fleet does in a month: 8 replicas, 12 domains, a new drafter
-every five days, K that falls with the load, and the evaluations of 30 drafters at every K. An
-answer has 41 rounds on average. The other tables have some hundred rows. Each question is then
-asked three times on two cores, after one time that is not counted, which makes the summaries
-(jobs/dataset/summaries.py); `detail` has how long those took, and the peak of memory. With `work`
-the rows are kept, and found again by the next run.
+A generator fills acceptance/ as a fleet does in a month: 8 replicas, 12 domains, three requests a
+conversation, a new drafter every five days, K that falls with the load, and the evaluations of 30
+drafters at every K. An answer has 41 rounds on average. The other tables have some hundred rows.
+Each question is then asked three times on two cores, after one time that is not counted. Before,
+the summaries are made that they read (jobs/dataset/summaries.py); `detail` has how long that took,
+and the peak of memory. With `work` the rows are kept, and found again by the next run.
 
 `ratio` is 2 s over the median of the slowest question; it must be at least 1, and `memory_gib` at
 most 4. `cpu_seconds` is what the same repeats cost on both cores together: on a machine that is
@@ -115,19 +115,20 @@ def evaluation(cfg: Config, number: int) -> Shard:
     n = SAMPLES * K
     sample = np.tile(np.arange(SAMPLES), K)
     ks = np.repeat(np.arange(1, K + 1), SAMPLES)
+    domain = sample // 3 % len(DOMAINS)
     columns = {
         "sample_id": names("sample", sample),
         "conversation_id": names("conversation", sample // 3),
         "request_id": names("replay-sample", sample),
         "origin": pa.array(["replay"] * n),
         "drafter_version": pa.array([f"drafter-{number:04}"] * n),
-        "domain": pa.array(np.array(DOMAINS)[sample % len(DOMAINS)]),
+        "domain": pa.array(np.array(DOMAINS)[domain]),
         "k": pa.array(ks),
         "prompt_tokens": pa.array(20 + sample % 3000),
         "replica": pa.array([""] * n),
         **times(np.full(n, START + number)),
     }
-    chance = 0.55 + 0.005 * number + 0.02 * (sample % len(DOMAINS))
+    chance = 0.55 + 0.005 * number + 0.02 * domain
     return write(cfg, columns, rng, chance, ks)
 
 
@@ -138,10 +139,11 @@ def production(cfg: Config, shards: int, number: int) -> Shard:
     hours = DAYS * 24 * REPLICAS / shards
     ended = START + 3600 * hours * (part + np.sort(rng.random(SHARD_ROWS)))
     drafter = min(SERVED - 1, int(part * hours / (DAYS * 24 / SERVED))) + DRAFTERS - SERVED
-    domain = np.minimum(rng.geometric(0.25, SHARD_ROWS) - 1, len(DOMAINS) - 1)
     busy = np.sin(ended / 86400 * 2 * np.pi) > 0.3
     text = [f"drafter-{drafter:04}"] * SHARD_ROWS
     conversation = rng.integers(0, SHARD_ROWS // 3, SHARD_ROWS)
+    domains = np.minimum(rng.geometric(0.25, SHARD_ROWS // 3) - 1, len(DOMAINS) - 1)
+    domain = domains[conversation]
     columns = {
         "sample_id": names(f"s{number}", np.arange(SHARD_ROWS)),
         "conversation_id": names(f"c{number}", conversation),

@@ -48,20 +48,22 @@ create macro joint_spread(a, b, c, d) as
     sum(a * c) - sum(c) / sum(d) * sum(a * d) - sum(a) / sum(b) * sum(b * c)
     + sum(a) / sum(b) * sum(c) / sum(d) * sum(b * d);
 
--- Half of a 95 % interval of the ratio sum(a) / sum(b), by how much its rows differ: one row for each group of
--- conversations, as doubles. Null for fewer than 5 rows. It approximates what the gate uses
+-- Half of a 95 % interval of the ratio sum(a) / sum(b), by how much its rows differ: one row for each conversation,
+-- or group of conversations, as doubles. Null for fewer than 5 rows. It approximates what the gate uses
 -- (jobs/evaluation/intervals.py): do not decide by it near a limit of the scale.
 create macro half_interval(a, b) as if(
     count(*) filter (b > 0) >= 5,
-    student(count(*) - 1) * sqrt(count(*) / (count(*) - 1) * spread(a, b)) / sum(b),
+    student(count(*) filter (b > 0) - 1) * sqrt(
+        count(*) filter (b > 0) / (count(*) filter (b > 0) - 1) * spread(a, b)
+    ) / sum(b),
     null
 );
 
 -- The same of sum(c) / sum(d) - sum(a) / sum(b), where each row has both sides.
 create macro half_interval_of_gain(a, b, c, d) as if(
-    count(*) filter (b > 0 and d > 0) >= 5,
-    student(count(*) - 1) * sqrt(
-        count(*) / (count(*) - 1) * greatest(
+    count(*) filter (b > 0 or d > 0) >= 5,
+    student(count(*) filter (b > 0 or d > 0) - 1) * sqrt(
+        count(*) filter (b > 0 or d > 0) / (count(*) filter (b > 0 or d > 0) - 1) * greatest(
             0,
             spread(a, b) / pow(sum(b), 2) + spread(c, d) / pow(sum(d), 2)
             - 2 * joint_spread(a, b, c, d) / (sum(b) * sum(d))
@@ -130,8 +132,19 @@ from acceptance_rows
 where log is not null;
 
 -- The same two without their lists: sums per request, which are made once (jobs/dataset/summaries.py) and read
--- fast. drafts: all drafts of its rounds, most_drafted: of one round. conversation: a number for conversation_id,
--- conversation_group: one of 128 groups of conversations. sound: whether its rounds can be.
+-- fast. drafts: all drafts of its rounds, most_drafted: of one round. conversation: a number for conversation_id;
+-- conversation_group: the same, and from 200,000 requests on one of 128 groups, whose differences say as much. day: of
+-- its end, in UTC. sound: whether its rounds can be.
+create view requests_and_groups as
+select
+    * exclude (conversation_group),
+    if(
+        (select count(*) from requests_summary) < 200000,
+        conversation,
+        conversation_group
+    ) as conversation_group
+from requests_summary;
+
 create view acceptance_requests as
 select
     request_id,
@@ -154,9 +167,10 @@ select
     output_tokens,
     started_at,
     finished_at,
+    day,
     replica,
     repeat_count
-from requests_summary
+from requests_and_groups
 where not production;
 
 create view production_requests as
@@ -181,9 +195,10 @@ select
     output_tokens,
     started_at,
     finished_at,
+    day,
     concurrency,
     log
-from requests_summary
+from requests_and_groups
 where production;
 
 -- How many rounds of such requests offered `drafted` drafts, of which `accepted` were accepted. last: as the last

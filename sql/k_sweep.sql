@@ -1,16 +1,30 @@
 -- What does a longer draft bring? Replayed tau at every K, by drafter and domain, with its 95 % interval, and what the
 -- last draft added (gain_of_last_draft). A draft pays only while its gain exceeds what it costs: k_by_load.
-with groups as (
+with parts as (
+    select
+        target_id,
+        drafter_version,
+        k,
+        temperature,
+        domain,
+        conversation_group,
+        sum(tokens_in_rounds) as tokens,
+        sum(rounds) as rounds
+    from acceptance_requests
+    where origin = 'replay'
+    group by all
+),
+
+groups as (
     select
         target_id,
         drafter_version,
         k,
         temperature,
         domain_or_all(domain, grouping(domain)) as domain,
-        sum(tokens_in_rounds)::double as tokens,
+        sum(tokens)::double as tokens,
         sum(rounds)::double as rounds
-    from acceptance_requests
-    where origin = 'replay'
+    from parts
     group by grouping sets (
         (target_id, drafter_version, k, temperature, domain, conversation_group),
         (target_id, drafter_version, k, temperature, conversation_group)

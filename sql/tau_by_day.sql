@@ -2,27 +2,38 @@
 -- interval. K falls with the load, and tau with K: look at drafts_per_round before you compare two days, or ask
 -- served_acceptance, which compares the same positions.
 -- days=30: days up to the newest answer
-with newest as (
-    select max(finished_at)::date as day
+with parts as (
+    select
+        target_id,
+        day,
+        version,
+        drafter_version,
+        domain,
+        conversation_group,
+        count(*) as requests,
+        sum(tokens_in_rounds) as tokens,
+        sum(rounds) as rounds,
+        sum(drafts) as drafts
     from production_requests
+    where day > (select max(day) - $days::integer from production_requests)
+    group by all
 ),
 
 groups as (
     select
         target_id,
-        finished_at::date as day,
+        day,
         version,
         drafter_version,
         domain_or_all(domain, grouping(domain)) as domain,
-        count(*) as requests,
-        sum(tokens_in_rounds)::double as tokens,
+        sum(requests) as requests,
+        sum(tokens)::double as tokens,
         sum(rounds)::double as rounds,
         sum(drafts) as drafts
-    from production_requests
-    where finished_at::date > (select day - $days::integer from newest)
+    from parts
     group by grouping sets (
-        (target_id, finished_at::date, version, drafter_version, domain, conversation_group),
-        (target_id, finished_at::date, version, drafter_version, conversation_group)
+        (target_id, day, version, drafter_version, domain, conversation_group),
+        (target_id, day, version, drafter_version, conversation_group)
     )
 ),
 

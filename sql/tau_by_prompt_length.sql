@@ -9,12 +9,11 @@ with groups as (
         temperature,
         cast(pow(2, floor(log2(greatest(prompt_tokens, 1)))) as bigint) as prompt_tokens_from,
         count(*) as requests,
-        count(distinct conversation) as conversations,
         sum(tokens_in_rounds)::double as tokens,
         sum(rounds)::double as rounds
     from acceptance_requests
     group by
-        target_id, origin, drafter_version, k, temperature, prompt_tokens_from, conversation_group
+        target_id, origin, drafter_version, k, temperature, prompt_tokens_from, conversation
 ),
 
 final as (
@@ -26,7 +25,7 @@ final as (
         prompt_tokens_from,
         2 * prompt_tokens_from as prompt_tokens_below,
         sum(requests)::bigint as requests,
-        sum(conversations)::bigint as conversations,
+        count(*) as conversations,
         sum(rounds)::bigint as rounds,
         tau_of(tokens, rounds) as tau_tokens_per_round,
         tau_tokens_per_round - half_interval(tokens, rounds) as tau_low,

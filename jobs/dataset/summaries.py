@@ -31,6 +31,7 @@ from store.tables import Table, told
 CODE = short_hash(Path(__file__).read_text())
 NUMBERS = pa.schema(
     [
+        ("day", pa.date32()),  # in which it ended, in UTC
         ("conversation", pa.int64()),  # hash of conversation_id
         ("conversation_group", pa.int16()),
         ("rounds", pa.int32()),
@@ -168,6 +169,7 @@ def _requests(rows: pa.Table) -> pa.Table:
     return pa.table(
         {"production": rows["log"].is_valid()}
         | {name: rows[name] for name in (*LABELS, *KEPT)}
+        | {"day": rows["finished_at"].cast(pa.date32())}
         | {name: pa.array(values) for name, values in numbers.items()}
         | {"repeat_count": rows["repeat_count"].fill_null(1)}
     ).cast(REQUESTS)
