@@ -2,25 +2,24 @@
 
 import sys
 from cmd import Cmd
-from collections.abc import Callable
 
 import duckdb
-import pyarrow as pa
 
 from jobs.base.console import console
+from jobs.dataset.answers import show
 from jobs.dataset.queries import answer
 
 ENDS = (".quit", ".exit", "quit", "exit")
 
 
 class Shell(Cmd):
-    """Reads statements that end in a semicolon, over as many lines as they need. `show`: prints an
-    answer. It ends at `.quit` or the end of the input (Ctrl-D). Tab completes names.
+    """Reads statements that end in a semicolon, over as many lines as they need. It ends at `.quit`
+    or the end of the input (Ctrl-D). Tab completes names.
     """
 
-    def __init__(self, connection: duckdb.DuckDBPyConnection, show: Callable[[pa.Table], None]):
+    def __init__(self, connection: duckdb.DuckDBPyConnection):
         super().__init__()
-        self.connection, self.show, self.pending = connection, show, ""
+        self.connection, self.pending = connection, ""
         self.prompts = ("flywheel> ", "     ...> ")
         if not sys.stdin.isatty():  # a script needs no prompts among its answers
             self.use_rawinput, self.prompts = False, ("", "")
@@ -36,7 +35,7 @@ class Shell(Cmd):
         if is_complete(self.pending):
             query, self.pending = self.pending, ""
             try:
-                self.show(answer(self.connection, query, "error"))
+                show("", answer(self.connection, query, "error"))
             except ValueError as error:
                 console.print(str(error))
         self.prompt = self.prompts[bool(self.pending.strip())]
