@@ -4,7 +4,7 @@ A generator fills acceptance/ as a fleet does in a month: 8 replicas, 12 domains
 conversation, a new drafter every five days, K that falls with the load, and the evaluations of 30
 drafters at every K. An answer has 41 rounds on average. The other tables have some hundred rows.
 Each question is then asked three times on two cores, after one time that is not counted. Before,
-the summaries are made that they read (jobs/dataset/summaries.py); `detail` has how long that took,
+the summaries are made that they read (jobs/dataset/shard_sums.py); `detail` has how long that took,
 and the peak of memory. With `work` the rows are kept, and found again by the next run.
 
 `ratio` is 2 s over the median of the slowest question; it must be at least 1, and `memory_gib` at

@@ -131,7 +131,7 @@ select
 from acceptance_rows
 where log is not null;
 
--- The same two without their lists: sums per request, which are made once (jobs/dataset/summaries.py) and read
+-- The same two without their lists: sums per request, which are made once (jobs/dataset/shard_sums.py) and read
 -- fast. drafts: all drafts of its rounds, most_drafted: of one round. conversation: a number for conversation_id;
 -- conversation_group: the same, and from 200,000 requests on one of 128 groups, whose differences say as much. day: of
 -- its end, in UTC. sound: whether its rounds can be.

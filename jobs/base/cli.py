@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = _settings(args.stage, args.settings)
         cfg = load(args.config, settings + ([f"sql.format={args.format}"] if args.format else []))
         if args.stage == "config":
-            _print(commented(cfg), end="")
+            to_stdout(commented(cfg), end="")
             return 0
         return _run(args.stage, cfg, "plan" if args.plan else "run")
     except KeyboardInterrupt:
@@ -125,11 +125,11 @@ def _run(stage: str, cfg: "Config", function: str) -> int:
     if sys.stderr is not None:
         sys.stderr.flush()
     if summary:  # empty: its answer is on stdout already
-        _print(json.dumps(summary))
+        to_stdout(json.dumps(summary))
     return 0 if summary.get("ok", True) else 1
 
 
-def _print(text: str, end: str = "\n") -> None:
+def to_stdout(text: str, end: str = "\n") -> None:
     """Print to stdout. A reader may have closed it (`flywheel config | head`): that is no error."""
     try:
         print(text, end=end, flush=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jobs.base.cli import to_stdout
 from jobs.base.console import console, print_table, visible
 
 MOST_ROWS = 1000
@@ -29,6 +30,8 @@ def show(title: str, table: pa.Table) -> list[list[Any]]:
         len(rows) > 1 and isinstance(values[0], str | datetime) and set(values) == {values[0]}
         for values in columns
     ]
+    if all(same):  # a table needs a column
+        same = [False] * len(same)
     shown = [[_shown(v) for v, s in zip(row, same, strict=True) if not s] for row in rows]
     names = [n.replace("_", " ") for n, s in zip(table.column_names, same, strict=True) if not s]
     print_table(title, names, shown, most=MOST_ROWS)
@@ -69,10 +72,11 @@ def write(table: pa.Table, kind: str) -> None:
         for row in zip(*columns, strict=True)
     ]
     if kind == "csv":
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerows([table.column_names, *rows])
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([table.column_names, *rows])
+        to_stdout(text.getvalue(), end="")
     else:
-        print(json.dumps([dict(zip(table.column_names, row, strict=True)) for row in rows]))
+        to_stdout(json.dumps([dict(zip(table.column_names, row, strict=True)) for row in rows]))
 
 
 def _plain(value: Any) -> Any:

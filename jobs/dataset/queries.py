@@ -14,7 +14,7 @@ import pyarrow as pa
 import sql
 from jobs.base.config import Config
 from jobs.dataset.database import open_database
-from jobs.dataset.summaries import SCHEMAS, summaries
+from jobs.dataset.shard_sums import SCHEMAS, summaries
 from store.schemas import TABLES
 
 FOLDER = Path(next(iter(sql.__path__)))

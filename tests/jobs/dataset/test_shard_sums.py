@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 from jobs.base.config import load
-from jobs.dataset import queries, summaries
-from jobs.dataset.summaries import SCHEMAS
+from jobs.dataset import queries, shard_sums
+from jobs.dataset.shard_sums import SCHEMAS
 from store.schemas import ACCEPTANCE
 from tests.helpers.store import fill
 from tests.helpers.tables import add_rows
@@ -92,8 +92,8 @@ def test_empty_missing_and_impossible_rounds(cfg):
 
 def test_each_shard_is_read_once_and_forgotten_with_its_shard(cfg, monkeypatch):
     read = []
-    real = summaries._sum_up
-    monkeypatch.setattr(summaries, "_sum_up", lambda *a: [read.append(a[2]), real(*a)])
+    real = shard_sums._sum_up
+    monkeypatch.setattr(shard_sums, "_sum_up", lambda *a: [read.append(a[2]), real(*a)])
     count = "select count(*) as n from acceptance_requests"
     assert ask(cfg, count) == [{"n": 0}]
     add_rows(cfg, "acceptance", [row("a", [1], [3], batch="x")])
@@ -120,7 +120,7 @@ def test_a_question_that_needs_none_makes_none(cfg):
 
 def test_batches_of_a_large_shard_are_put_together(cfg, monkeypatch):
     add_rows(cfg, "acceptance", [row(f"{i}", [i % 3], [3]) for i in range(50)])
-    monkeypatch.setattr(summaries, "BATCH", 7)
+    monkeypatch.setattr(shard_sums, "BATCH", 7)
     assert ask(cfg, "select sum(rounds)::int as n from acceptance_rounds") == [{"n": 50}]
     assert ask(cfg, "select count(distinct request_id) as n from acceptance_requests") == [
         {"n": 50}
