@@ -44,7 +44,8 @@ def run(cfg: Config) -> dict[str, Any]:
     question = Question.read(find_question(cfg.sql.question))
     table = ask_question(cfg, question, _parameters(cfg.sql.parameters))
     if not table.num_rows:
-        for note in empty_sources(cfg, question.query):
+        notes = empty_sources(cfg, question.query) or ["no row of the tables fits the question"]
+        for note in notes:
             console.print(f"note: {note}")
     if cfg.sql.format != "table":
         write(table, cfg.sql.format)

@@ -3,13 +3,13 @@
 -- in tokens per round, relative to the rest; from low to high is its interval, which stays valid while the roll-out
 -- looks at it all the time. `answer` says what the numbers allow.
 with rollouts as (
-    select number, decided_at, action, to_version, to_drafter, from_version, from_drafter, evidence::json as evidence
+    select number, decided_at, action, to_version, evidence::json as evidence
     from promotions
     where starts_with(action, 'rollout-')
 ),
 
 canaries as (
-    select number as rollout, decided_at as began_at, evidence ->> '$.replica' as replica
+    select number as rollout, evidence ->> '$.replica' as replica
     from rollouts
     where action = 'rollout-canary'
 ),
@@ -21,7 +21,6 @@ measured as (
         decided_at,
         action,
         to_version,
-        from_version,
         unnest(from_json(evidence -> '$.verdict.judged', '["json"]')) as judged
     from rollouts
     where json_type(evidence, '$.verdict.judged') = 'ARRAY'
@@ -31,11 +30,9 @@ measured as (
 final as (
     select
         rollout,
-        canaries.began_at,
         measured.decided_at,
         canaries.replica as canary,
         measured.to_version as version,
-        measured.from_version as rest_version,
         replace(measured.action, 'rollout-', '') as state,
         judged ->> '$.name' as domain,
         (judged ->> '$.conversations[0]')::integer as canary_conversations,
@@ -55,11 +52,9 @@ final as (
 
 select
     rollout,
-    began_at,
     decided_at,
     canary,
     version,
-    rest_version,
     state,
     domain,
     canary_conversations,

@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 from jobs.base.cli import to_stdout
 from jobs.base.console import console, print_table, visible
 
+LABELS = ("k", "temperature")
+"""Columns of numbers that are labels, as text is."""
 MOST_ROWS = 1000
 """Most rows of the table."""
 LONGEST = 120
@@ -23,12 +25,14 @@ DIGITS = 6
 
 
 def show(title: str, table: pa.Table) -> list[list[Any]]:
-    """Print an answer; returns its rows. Text that is the same in every row is said once."""
+    """Print an answer; returns its rows. A label that is the same in every row is said once."""
     columns = [column.to_pylist() for column in table.columns]
     rows = [list(row) for row in zip(*columns, strict=True)]
     same = [
-        len(rows) > 1 and isinstance(values[0], str | datetime) and set(values) == {values[0]}
-        for values in columns
+        len(rows) > 1
+        and (name in LABELS or isinstance(values[0], str | datetime))
+        and set(values) == {values[0]}
+        for name, values in zip(table.column_names, columns, strict=True)
     ]
     if all(same):  # a table needs a column
         same = [False] * len(same)
