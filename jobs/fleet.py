@@ -2,9 +2,10 @@
 
 Replicas of vLLM behind one endpoint of Ray Serve, on this machine, until Ctrl-C. They start with
 serve.drafter (as `flywheel serve`, by default the champion). Their addresses and the name of the
-file with the token are in <scratch>/fleet_state.json, where `flywheel rollout` finds them. A
-drafter of another shape needs a restart: `rollout` names it in <scratch>/fleet_wanted.json, and the
-replicas that it names restart one after the other.
+file with the token are in <scratch>/fleet_state.json, where `flywheel rollout` finds them; the
+addresses are in fleet_targets.json, too, as Prometheus reads them (file_sd_configs). A drafter of
+another shape needs a restart: `rollout` names it in <scratch>/fleet_wanted.json, and the replicas
+that it names restart one after the other.
 """
 
 import json
@@ -23,8 +24,9 @@ from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from jobs.reconciling.observed import FLEET_STATE, FLEET_WANTED, find_fleet, observe
 from jobs.registry.versions import resolve
-from jobs.servers.deployment import deploy, make_token, read_book
+from jobs.servers.deployment import STICKY_HEADER, deploy, make_token, read_book
 
+FLEET_TARGETS = "fleet_targets.json"
 POLL_SECONDS = 1.0
 
 
@@ -39,21 +41,22 @@ def run(cfg: Config) -> dict[str, Any]:
     cfg = _with_drafter(cfg)
     endpoint = f"http://{cfg.fleet.host}:{cfg.fleet.port}"
     # Ray starts workers with niceness 15: beside anything else, the servers would hardly run.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, value in {"RAY_worker_niceness": "0", **STICKY_HEADER}.items():
+        os.environ.setdefault(name, value)
     with cluster(cfg):
         try:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; Ray has its own
             book = deploy(cfg, str(token))
             console.print(f"{endpoint}/v1 serves {cfg.target_path}; Ctrl-C stops")
             while True:
-                urls = read_book(book)["urls"]
-                _write(cfg.path(FLEET_STATE), endpoint, token, urls)
+                _tell(cfg, endpoint, token, sorted(read_book(book)["urls"].values()))
                 _restart_wanted(cfg, book)
                 time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
             pass
         finally:
-            cfg.path(FLEET_STATE).unlink(missing_ok=True)
+            for name in (FLEET_STATE, FLEET_TARGETS):
+                cfg.path(name).unlink(missing_ok=True)
             ray_serve.shutdown()
     return {"ok": True, "endpoint": endpoint, "seconds": round(time.monotonic() - started, 1)}
 
@@ -77,14 +80,16 @@ def _with_drafter(cfg: Config) -> Config:
     return cfg.override("serve", drafter="champion")
 
 
-def _write(file: Path, endpoint: str, token: Path, urls: dict[str, str]) -> None:
-    """Replace the state file if it says something else."""
-    state = {"endpoint": endpoint, "token_file": str(token), "replicas": sorted(urls.values())}
-    text = json.dumps(state, indent=2) + "\n"
-    if not file.exists() or file.read_text() != text:
-        partial = file.with_name(f".{file.name}.partial")
-        partial.write_text(text)
-        os.replace(partial, file)
+def _tell(cfg: Config, endpoint: str, token: Path, urls: list[str]) -> None:
+    """Write where the replicas are, for `rollout` and for Prometheus."""
+    state = {"endpoint": endpoint, "token_file": str(token), "replicas": urls}
+    targets = [{"targets": [url.removeprefix("http://") for url in urls]}]
+    for file, said in ((cfg.path(FLEET_STATE), state), (cfg.path(FLEET_TARGETS), targets)):
+        text = json.dumps(said, indent=2) + "\n"
+        if not file.exists() or file.read_text() != text:
+            partial = file.with_name(f".{file.name}.partial")
+            partial.write_text(text)
+            os.replace(partial, file)
 
 
 def _restart_wanted(cfg: Config, book: Any) -> None:

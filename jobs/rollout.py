@@ -51,7 +51,7 @@ def _once(cfg: Config, one: Reconciler) -> dict[str, Any]:
     end, why, now = one.run()
     decision = {"done": "unchanged", "hold": "held", "frozen": "frozen"}[end]
     if "rollback" in one.done:
-        decision = "rolled back"
+        decision, why = "rolled back", f"{one.went_back}; {why}"
     elif "advance" in one.done:
         decision = "advanced" if end == "done" else "held"
     elif end == "done" and one.done:

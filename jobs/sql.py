@@ -1,57 +1,78 @@
-"""flywheel sql tau_by_domain_and_version     (or a path to your own file; no name: list them)
+"""flywheel sql tau_by_day [days=7]     (a path to your own file; no name: list the questions)
+flywheel sql savings price_per_hour=98 --format csv > savings.csv
+flywheel sql shell
 
-One question over the work folder, answered by DuckDB. Queries can use the views `acceptance`,
-`traffic`, `selection`, `rejects`, `set_aside`, `promotions`, `champion`, `logs` and `stages`, and
-the macros of sql/00_sources.sql. Only published data is read; nothing is written. Times and days
-are UTC.
+One question over the work folder, answered by DuckDB. docs/how-to/read-the-tables.md lists the
+views and macros. Parameters are name=value; they are bound, so they are data. Only published data
+is read, and nothing is written but summaries in the scratch folder. Times and days are UTC.
 """
 
-from datetime import date, datetime
-from decimal import Decimal
 from typing import Any
 
 from jobs.base.cli import run_as_module
 from jobs.base.config import Config
-from jobs.base.console import console, print_table, visible
-from jobs.dataset.queries import ask, find_question, questions, title
+from jobs.base.console import console, print_table
+from jobs.dataset.answers import show, write
+from jobs.dataset.queries import (
+    Question,
+    ask_question,
+    empty_sources,
+    find_question,
+    opened,
+    questions,
+)
+from jobs.dataset.sql_shell import Shell
 
 MAX_SUMMARY_ROWS = 200
-LONGEST = 120
-"""Most characters of a text cell in the table."""
+SHELL = "shell"
 
 
 def run(cfg: Config) -> dict[str, Any]:
-    """Answer `sql.question` and print the table; returns it, cut to MAX_SUMMARY_ROWS rows.
+    """Answer `sql.question` and print the table; returns it, cut to MAX_SUMMARY_ROWS rows. In any
+    other format the answer alone goes to stdout, and nothing is returned.
 
-    Raises ValueError for a question that does not exist and for SQL that DuckDB refuses.
+    Raises ValueError for a question that does not exist, for parameters that it does not have or
+    lacks, and for SQL that DuckDB refuses.
     """
     if not cfg.sql.question:
-        names = questions()
-        print_table("Questions", ["name", "what it answers"], [(n, title(n)) for n in names])
-        return {"stage": "sql", "questions": names}
-    path = find_question(cfg.sql.question)
-    if not cfg.table("acceptance").shards():
-        console.print(f"note: {cfg.place('acceptance')} is empty; `flywheel evaluate` fills it")
-    table = ask(cfg, path.read_text(), str(path))
-    rows = [[_plain(row[name]) for name in table.column_names] for row in table.to_pylist()]
-    shown = [[visible(v, LONGEST) if isinstance(v, str) else v for v in row] for row in rows]
-    print_table(path.stem, table.column_names, shown, most=None)
+        return _list()
+    if cfg.sql.question == SHELL:
+        with opened(cfg) as connection:
+            console.print("End a statement with ; and the shell with .quit. `show tables;` lists.")
+            Shell(connection).cmdloop()
+        return {}
+    question = Question.read(find_question(cfg.sql.question))
+    table = ask_question(cfg, question, _parameters(cfg.sql.parameters))
+    if not table.num_rows:
+        notes = empty_sources(cfg, question.query) or ["no row of the tables fits the question"]
+        for note in notes:
+            console.print(f"note: {note}")
+    if cfg.sql.format != "table":
+        write(table, cfg.sql.format)
+        return {}
+    console.print(question.comment)
+    rows = show(question.name, table)
     return {
         "stage": "sql",
-        "question": path.stem,
+        "question": question.name,
         "columns": table.column_names,
         "num_rows": table.num_rows,
         "rows": rows[:MAX_SUMMARY_ROWS],
     }
 
 
-def _plain(value: Any) -> Any:
-    """A value that JSON can hold."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Decimal):  # DuckDB's sum of integers, for one
-        return int(value) if value == value.to_integral_value() else float(value)
-    return value.isoformat() if isinstance(value, date | datetime) else str(value)
+def _list() -> dict[str, Any]:
+    found = questions()
+    lines = [
+        [q.name, q.title, " ".join(f"{n}={d or '...'}" for n, d in q.defaults.items())]
+        for q in found
+    ]
+    print_table("Questions", ["name", "what it answers", "parameters"], lines)
+    return {"stage": "sql", "questions": [question.name for question in found]}
+
+
+def _parameters(words: list[str]) -> dict[str, str]:
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
 
 
 if __name__ == "__main__":

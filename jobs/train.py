@@ -72,6 +72,8 @@ def run(cfg: Config) -> dict[str, Any]:
         "folder": str(place),
         "reused": reused,
         "parameters": sum(p.numel() for p in drafter.parameters()),
+        "inputs": _inputs(cfg, chosen.pin),
+        "base": run_settings(cfg).get("base"),
         **result,
     }
     print_table("Drafter", SHOWN, [[summary.get(key) for key in SHOWN]])

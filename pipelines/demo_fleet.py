@@ -141,12 +141,12 @@ class Clients:
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """Orders, and one ticket in eight, as long as the block runs."""
+        """Orders, and a third of tickets, as long as the block runs: both domains are judged."""
         stopped, number = threading.Event(), iter(range(sys.maxsize))
         rng = random.Random(time.time_ns())
         mixed = [
-            *prompts("orders", 700, rng.randrange(10**6)),
-            *prompts("tickets", 100, rng.randrange(10**6)),
+            *prompts("orders", 600, rng.randrange(10**6)),
+            *prompts("tickets", 300, rng.randrange(10**6)),
         ]
         rng.shuffle(mixed)
         running = self._work(lambda: None if stopped.is_set() else mixed[next(number) % len(mixed)])

@@ -1,5 +1,5 @@
 -- Loaded before every question. jobs/dataset/queries.py provides the tables of the work folder as
--- NAME_rows, in their latest version. This file adds macros, and views with derived columns. Days are in
+-- NAME_rows, in their latest version, and requests_summary and rounds_summary. This file adds macros, and views with derived columns. Days are in
 -- UTC, whatever the time zone of the machine is.
 
 -- Acceptance length tau: tokens per round, pooled over the rows of the group (a ratio of sums).
@@ -23,6 +23,54 @@ create macro accept_rate_at(accepted, k) as
 -- differs from round to round, as in production. k starts at 1.
 create macro accept_rate_offered(accepted, drafted, k) as
     sum(len(list_filter(accepted, lambda a: a >= k))) / nullif(sum(len(list_filter(drafted, lambda d: d >= k))), 0);
+
+-- The same three from the sums in acceptance_requests and production_requests.
+create macro tau_of(tokens_in_rounds, rounds) as
+    sum(tokens_in_rounds) / nullif(sum(rounds), 0);
+
+create macro tau_weighted_of(tokens_in_rounds, rounds, repeat_count) as
+    sum(tokens_in_rounds * repeat_count::bigint) / nullif(sum(rounds * repeat_count::bigint), 0);
+
+create macro tau_macro_of(tokens_in_rounds, rounds) as
+    avg(tokens_in_rounds / nullif(rounds, 0));
+
+-- Student's quantile of a 95 % interval, expanded to 1 / df^3: 2.769 for 4 degrees of freedom (exact: 2.776).
+create macro student(df) as
+    1.959964 + 2.372271 / df + 2.822505 / pow(df, 2) + 2.555857 / pow(df, 3);
+
+-- The squares of a - q b, summed, where q is the ratio of the sums; and the products of two such.
+create macro spread(a, b) as greatest(
+    0,
+    sum(a * a) - 2 * sum(a) / sum(b) * sum(a * b) + pow(sum(a) / sum(b), 2) * sum(b * b)
+);
+
+create macro joint_spread(a, b, c, d) as
+    sum(a * c) - sum(c) / sum(d) * sum(a * d) - sum(a) / sum(b) * sum(b * c)
+    + sum(a) / sum(b) * sum(c) / sum(d) * sum(b * d);
+
+-- Half of a 95 % interval of the ratio sum(a) / sum(b), by how much its rows differ: one row for each conversation,
+-- or group of conversations, as doubles. Null for fewer than 5 rows. It approximates what the gate uses
+-- (jobs/evaluation/intervals.py): do not decide by it near a limit of the scale.
+create macro half_interval(a, b) as if(
+    count(*) filter (b > 0) >= 5,
+    student(count(*) filter (b > 0) - 1) * sqrt(
+        count(*) filter (b > 0) / (count(*) filter (b > 0) - 1) * spread(a, b)
+    ) / sum(b),
+    null
+);
+
+-- The same of sum(c) / sum(d) - sum(a) / sum(b), where each row has both sides.
+create macro half_interval_of_gain(a, b, c, d) as if(
+    count(*) filter (b > 0 or d > 0) >= 5,
+    student(count(*) filter (b > 0 or d > 0) - 1) * sqrt(
+        count(*) filter (b > 0 or d > 0) / (count(*) filter (b > 0 or d > 0) - 1) * greatest(
+            0,
+            spread(a, b) / pow(sum(b), 2) + spread(c, d) / pow(sum(d), 2)
+            - 2 * joint_spread(a, b, c, d) / (sum(b) * sum(d))
+        )
+    ),
+    null
+);
 
 -- The domain of a group, or '(all)' for the total over all domains. A client's own domain named '(all)' is
 -- shown in double quotes.
@@ -82,6 +130,100 @@ select
     log
 from acceptance_rows
 where log is not null;
+
+-- The same two without their lists: sums per request, which are made once (jobs/dataset/shard_sums.py) and read
+-- fast. drafts: all drafts of its rounds, most_drafted: of one round. conversation: a number for conversation_id;
+-- conversation_group: the same, and from 200,000 requests on one of 128 groups, whose differences say as much. day: of
+-- its end, in UTC. sound: whether its rounds can be.
+create view requests_and_groups as
+select
+    * exclude (conversation_group),
+    if(
+        (select count(*) from requests_summary) < 200000,
+        conversation,
+        conversation_group
+    ) as conversation_group
+from requests_summary;
+
+create view acceptance_requests as
+select
+    request_id,
+    sample_id,
+    conversation,
+    conversation_group,
+    origin,
+    drafter_version,
+    target_id,
+    domain,
+    k,
+    block_size,
+    temperature,
+    rounds,
+    tokens_in_rounds,
+    drafts,
+    most_drafted,
+    sound,
+    prompt_tokens,
+    output_tokens,
+    started_at,
+    finished_at,
+    day,
+    replica,
+    repeat_count
+from requests_and_groups
+where not production;
+
+create view production_requests as
+select
+    request_id,
+    sample_id,
+    conversation,
+    conversation_group,
+    drafter_version,
+    version,
+    target_id,
+    replica,
+    domain,
+    k,
+    temperature,
+    rounds,
+    tokens_in_rounds,
+    drafts,
+    most_drafted,
+    sound,
+    prompt_tokens,
+    output_tokens,
+    started_at,
+    finished_at,
+    day,
+    concurrency,
+    log
+from requests_and_groups
+where production;
+
+-- How many rounds of such requests offered `drafted` drafts, of which `accepted` were accepted. last: as the last
+-- round of their request. hour: in which the request ended.
+create view acceptance_rounds as
+select origin, drafter_version, target_id, domain, k, temperature, replica, drafted, accepted, last, rounds
+from rounds_summary
+where not production;
+
+create view production_rounds as
+select
+    hour,
+    drafter_version,
+    version,
+    target_id,
+    domain,
+    k,
+    temperature,
+    replica,
+    drafted,
+    accepted,
+    last,
+    rounds
+from rounds_summary
+where production;
 
 -- A label that names no conversation (store/ids.py).
 create macro says_nothing(label) as
@@ -200,3 +342,11 @@ select to_version as version, to_drafter as drafter_version, decided_at
 from promotions
 where action in ('promote', 'rollback')
 qualify row_number() over (order by number desc) = 1;
+
+-- Where the features of a sample are: one row per sample and features key.
+create view features as
+select features_key, sample_id, n_tokens, file, row_group, file_bytes, e_tag, harvested_at
+from feature_index_rows;
+
+-- The files of every table, in its latest version.
+create view shards as select "table", shard, bytes, rows from shards_rows;

@@ -1,21 +1,15 @@
--- How many drafts of a round are accepted? The share of all rounds in which the draft at `position` was
--- accepted, and the share among the rounds in which the draft before it was accepted.
-with requests as (
-    select origin, drafter_version, k, temperature, accepted, rounds, target_id
-    from acceptance
+-- How many drafts of a round are accepted? The acceptance curve: accept_rate is the share of all rounds in which the
+-- draft at `position` was accepted (its sum over positions plus 1 is tau); accept_rate_given_previous is the share
+-- among the rounds in which the draft before it was accepted.
+with counts as (
+    select origin, drafter_version, k, temperature, target_id, accepted, sum(rounds) as rounds
+    from acceptance_rounds
+    group by all
 ),
 
 positions as (
-    select
-        origin,
-        drafter_version,
-        k,
-        temperature,
-        target_id,
-        accepted,
-        rounds,
-        unnest(range(1, k + 1)) as position
-    from requests
+    select *, unnest(range(1, k + 1)) as position
+    from counts
 ),
 
 rates as (
@@ -26,8 +20,8 @@ rates as (
         temperature,
         target_id,
         position,
-        sum(rounds) as rounds,
-        accept_rate_at(accepted, position) as accept_rate
+        sum(rounds)::bigint as rounds,
+        coalesce(sum(rounds) filter (accepted >= position), 0) / sum(rounds) as accept_rate
     from positions
     group by all
 ),

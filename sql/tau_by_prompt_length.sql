@@ -1,16 +1,19 @@
--- Does a drafter get worse after long prompts? Tau by prompt length in tokens, grouped by powers of two.
-with requests as (
+-- Does a drafter get worse after long prompts? Tau by prompt length in tokens, grouped by powers of two, with its
+-- 95 % interval.
+with groups as (
     select
         target_id,
         origin,
         drafter_version,
         k,
         temperature,
-        conversation_id,
         cast(pow(2, floor(log2(greatest(prompt_tokens, 1)))) as bigint) as prompt_tokens_from,
-        accepted,
-        rounds
-    from acceptance
+        count(*) as requests,
+        sum(tokens_in_rounds)::double as tokens,
+        sum(rounds)::double as rounds
+    from acceptance_requests
+    group by
+        target_id, origin, drafter_version, k, temperature, prompt_tokens_from, conversation
 ),
 
 final as (
@@ -21,12 +24,14 @@ final as (
         temperature,
         prompt_tokens_from,
         2 * prompt_tokens_from as prompt_tokens_below,
-        count(*) as requests,
-        count(distinct conversation_id) as conversations,
-        sum(rounds) as rounds,
-        tau(accepted) as tau_tokens_per_round,
+        sum(requests)::bigint as requests,
+        count(*) as conversations,
+        sum(rounds)::bigint as rounds,
+        tau_of(tokens, rounds) as tau_tokens_per_round,
+        tau_tokens_per_round - half_interval(tokens, rounds) as tau_low,
+        tau_tokens_per_round + half_interval(tokens, rounds) as tau_high,
         target_id
-    from requests
+    from groups
     group by target_id, origin, drafter_version, k, temperature, prompt_tokens_from
 )
 
@@ -41,6 +46,8 @@ select
     conversations,
     rounds,
     tau_tokens_per_round,
+    tau_low,
+    tau_high,
     target_id
 from final
 order by target_id, drafter_version, origin, k, temperature, prompt_tokens_from

@@ -1,12 +1,12 @@
 """The `flywheel` command: parse, load the config, run one stage.
 
-    flywheel <stage> [--config FILE] [--debug] [--plan] [section.key=value ...]
+    flywheel <stage> [--config FILE] [--debug] [--plan] [--format FORMAT] [section.key=value ...]
 
 A stage is a module with `run(cfg: Config) -> dict`. What it prints for people goes to stderr
 (jobs/base/console.py); the summary it returns is printed as one JSON line, the last line on stdout.
-A summary with `"ok": false` makes the exit code 1, or what its `exit` says; a ValueError, an
-OSError or the death of a Ray worker is a message to the user and makes it 2. Stages are imported
-only when they run: help works whatever is installed.
+An empty one is not printed. A summary with `"ok": false` makes the exit code 1, or what its `exit`
+says; a ValueError, an OSError or the death of a Ray worker is a message to the user and makes it 2.
+Stages are imported only when they run: help works whatever is installed.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
@@ -42,7 +43,7 @@ STAGES = {
     "verify": ("jobs.verify", "serve a drafter: served beside replayed tau, text, speed"),
     "methods": ("jobs.methods", "other ways to draft on the same traffic: tau, speed, latency"),
     "report": ("jobs.report", "one HTML page about what was measured"),
-    "sql": ("jobs.sql", "answer a question over acceptance/ (flywheel sql NAME)"),
+    "sql": ("jobs.sql", "answer a question over the tables (flywheel sql NAME, or shell)"),
     "gc": ("jobs.gc", "compact tables, remove what no live version needs"),
     "cache": ("jobs.cache", "keep the feature cache within its size and age"),
     "migrate": ("jobs.migrate", "bring a work folder of an earlier release to today's layout"),
@@ -88,9 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.plan and args.stage not in PLANNED:
             raise ValueError(f"{args.stage} has no --plan; only {', '.join(PLANNED)}")
-        cfg = load(args.config, _settings(args.stage, args.settings))
+        if args.format and args.stage != "sql":
+            raise ValueError(f"{args.stage} has no --format; only sql")
+        settings = _settings(args.stage, args.settings)
+        cfg = load(args.config, settings + ([f"sql.format={args.format}"] if args.format else []))
         if args.stage == "config":
-            _print(commented(cfg), end="")
+            to_stdout(commented(cfg), end="")
             return 0
         return _run(args.stage, cfg, "plan" if args.plan else "run")
     except KeyboardInterrupt:
@@ -125,11 +129,12 @@ def _run(stage: str, cfg: "Config", function: str) -> int:
     summary = logged(cfg, stage, call) if function == "run" else call(cfg)
     if sys.stderr is not None:
         sys.stderr.flush()
-    _print(json.dumps(summary))
+    if summary:  # empty: its answer is on stdout already
+        to_stdout(json.dumps(summary))
     return summary.get("exit", 0 if summary.get("ok", True) else 1)
 
 
-def _print(text: str, end: str = "\n") -> None:
+def to_stdout(text: str, end: str = "\n") -> None:
     """Print to stdout. A reader may have closed it (`flywheel config | head`): that is no error."""
     try:
         print(text, end=end, flush=True)
@@ -142,7 +147,20 @@ def _settings(stage: str, words: list[str]) -> list[str]:
     if stage not in POSITIONAL:
         return words
     named = next((i for i, word in enumerate(words) if "=" not in word), None)
-    return [f"{POSITIONAL[stage]}={word}" if i == named else word for i, word in enumerate(words)]
+    words = [f"{POSITIONAL[stage]}={word}" if i == named else word for i, word in enumerate(words)]
+    return _question_words(words) if stage == "sql" else words
+
+
+def _question_words(words: list[str]) -> list[str]:
+    """The words of `flywheel sql`, with the parameters of the question as one setting: name=value
+    where the name has no dot and is no setting, such as work.
+    """
+    from jobs.base.config import Config
+
+    whole = {field.name for field in fields(Config) if field.default is not MISSING}
+    mine = [w for w in words if (n := w.partition("=")[0]) != w and "." not in n and n not in whole]
+    others = [word for word in words if word not in mine]
+    return [*others, f"sql.parameters={json.dumps(mine, ensure_ascii=False)}"] if mine else others
 
 
 def _message(error: Exception) -> str | None:
@@ -211,6 +229,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run",
         action="store_true",
         help="say what the stage would do, and change nothing",
+    )
+    parser.add_argument(
+        "--format", metavar="FORMAT", help="of the answer of sql: table, csv, json or parquet"
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of a user error")
     return parser

@@ -22,29 +22,36 @@ def write_evidence(cfg: Config, number: int) -> str | None:
     kept = [{**row, "decided_at": row["decided_at"].isoformat()} for row in rows]
     write_json(place, f"{number}.json", {"rollout": number, "rows": kept})
     panels, tolerances = looks(rows)
-    if panels:
-        title = f"version {rows[0]['to_version']}: {_end(rows)}"
+    if any(panels.values()):
+        title = f"version {rows[0]['to_version']} {_end(rows)}"
         place.write(f"{number}.svg", sequential_intervals(title, panels, tolerances).encode())
     return f"{place}/{number}.json"
 
 
 def looks(rows: list[dict[str, Any]]) -> tuple[dict[str, list[Look]], dict[str, float]]:
-    """(looks by slice, tolerance by slice): (answers of the canary, difference, low, high) each."""
+    """(looks by slice, tolerance by slice): (answers of the canary, difference, low, high) each.
+    A slice with traffic that never had an interval is there without looks: a roll-out may wait for
+    it.
+    """
     panels: dict[str, list[Look]] = {}
     tolerances: dict[str, float] = {}
     for row in rows:
         verdict = (row["evidence"] or {}).get("verdict") or {}
         for judged in verdict.get("judged", []):
-            if judged["low"] is None:
+            name = judged["name"]
+            if not any(judged["conversations"]) or (
+                name not in panels and len(panels) == MOST_PANELS
+            ):
                 continue
-            if judged["name"] not in panels and len(panels) == MOST_PANELS:
-                continue
-            look = (verdict["answers"][0], judged["difference"], judged["low"], judged["high"])
-            panels.setdefault(judged["name"], []).append(look)
-            tolerances[judged["name"]] = judged["tolerance"]
+            tolerances[name] = judged["tolerance"]
+            points = panels.setdefault(name, [])
+            if judged["low"] is not None:
+                answers = verdict["answers"][0]
+                points.append((answers, judged["difference"], judged["low"], judged["high"]))
     return panels, tolerances
 
 
 def _end(rows: list[dict[str, Any]]) -> str:
-    found = [ENDS[row["action"]] for row in rows if row["action"] in ENDS]
-    return found[-1] if found else "not decided"
+    """What became of it, and why."""
+    ends = [row for row in rows if row["action"] in ENDS]
+    return f"{ENDS[ends[-1]['action']]}: {ends[-1]['reason']}" if ends else "is not decided"

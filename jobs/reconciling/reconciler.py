@@ -65,6 +65,7 @@ class Reconciler:
         self.registry = None if file is not None and not file.exists() else Registry(cfg)
         self.given_up: dict[str, str] = {}
         self.done: list[str] = []
+        self.went_back = ""  # why
         self.rollout: int | None = None
         self.verdict: Verdict | None = None
         self.kept: KeptAnswers | None = None
@@ -277,6 +278,7 @@ class Reconciler:
                 record.add(rows.FALLBACK, _pair(NONE), champion, str(error), None)
                 console.print(f"note: {error}")
         self.done.append("rollback")
+        self.went_back = reason
 
     def _note(self, now: Situation, action: str, reason: str) -> None:
         """Record something about the champion, unless that is its latest row already."""

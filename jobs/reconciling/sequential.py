@@ -69,12 +69,14 @@ class Ratio:
 
     def interval(self, scale: float, low: float, high: float) -> tuple[float, float]:
         """Both ends as relative differences (0.05: 5 % more). `low`, `high`: the error of each end.
-        (-1, inf) before there are FEWEST conversations on both sides.
+        (-1, inf) before there are FEWEST conversations on both sides; after that, both are finite.
         """
         if min(self.conversations) < FEWEST:
             return -1.0, float("inf")
         reach = [self.error * boundary(scale, self.error, level) for level in (low, high)]
-        return float(np.expm1(self.value - reach[0])), float(np.expm1(self.value + reach[1]))
+        largest = 20.0  # evidence is JSON, which has no infinity
+        ends = self.value - reach[0], min(self.value + reach[1], largest)
+        return float(np.expm1(ends[0])), float(np.expm1(ends[1]))
 
 
 def boundary(scale: float, error: float, level: float) -> float:

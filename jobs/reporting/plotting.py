@@ -8,6 +8,7 @@ Names come from outside: none is read as a formula, as a color or as matplotlib 
 
 import io
 import re
+import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from jobs.base.console import visible
 
@@ -218,7 +220,7 @@ def sequential_intervals(
     title: str, panels: Mapping[str, Sequence[Look]], tolerances: Mapping[str, float]
 ) -> str:
     """How the intervals of a roll-out narrowed, one panel for each slice: relative differences over
-    the answers of the canary, with the tolerance as a dotted line.
+    the answers of the canary, with the tolerance as a dotted line. A slice without looks says why.
     """
     with _style("rollout"):
         figure = Figure(figsize=(4.2, 0.6 + 1.7 * len(panels)), layout="constrained")
@@ -227,18 +229,26 @@ def sequential_intervals(
             panels.items(),
             strict=True,
         ):
+            axes.set_title(_short(name), loc="left", fontsize=10)
+            if not looks:
+                said = "too few conversations for an interval"
+                axes.text(0.5, 0.5, said, transform=axes.transAxes, ha="center", va="center")
+                axes.set_yticks([])
+                continue
             answers, middle, low, high = zip(*looks, strict=True)
             axes.fill_between(answers, low, high, color=BLUE, alpha=0.25, linewidth=0)
+            axes.vlines(answers, low, high, color=BLUE, alpha=0.5, linewidth=1)
             axes.plot(answers, middle, "o-", color=BLUE, markersize=3)
             axes.axhline(0, color=GRAY, linewidth=0.8)
             axes.axhline(-tolerances[name], color=RED, linewidth=1, linestyle=":")
             reach = max(0.15, 2.5 * tolerances[name], 1.3 * max(map(abs, middle)))
-            axes.set_ylim(-reach, reach)  # the first intervals may be as wide as the scale
+            axes.set_ylim(-min(reach, 1.0), reach)  # no loss is larger than all of it
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
-            axes.set_title(_short(name), loc="left", fontsize=10)
         axes.set_xlabel("answers of the canary")
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         figure.supylabel("tokens per round against the rest", fontsize=10)
-        figure.suptitle(title, fontsize=10)
+        figure.suptitle(textwrap.fill(visible(title, 200), 50), fontsize=10)
         return _svg(figure)
 
 

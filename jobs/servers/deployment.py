@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import ray
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -31,6 +32,9 @@ BOOK, NAMESPACE = "flywheel-fleet", "flywheel"
 DROPPED = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"host"}
 DROPPED |= {b"date", b"server"}
 """Headers that belong to one connection, and what httpx or Serve sets itself."""
+STICKY_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+STICKY_HEADER = {"RAY_SERVE_SESSION_ID_HEADER_KEY": "x-flywheel-conversation"}
+"""Environment of Ray in which Serve's router knows conversations by the header of the capture."""
 POLL_SECONDS = 1.0
 SILENT_SECONDS, RESTART_SECONDS = 60.0, 1800.0
 """A replica that the book has not heard of for so long is gone: without and with a restart."""
@@ -209,8 +213,10 @@ def deploy(cfg: Config, token_file: str) -> Any:
     book = Book.options(name=BOOK, namespace=NAMESPACE, get_if_exists=True).remote()
     read_book(book)  # it lives
     serve.start(http_options={"host": fleet.host, "port": fleet.port})
+    router = {"request_router_class": STICKY_ROUTER} if fleet.sticky else {}
     deployment = serve.deployment(
         VllmReplica,
+        request_router_config=RequestRouterConfig(**router),
         name="replica",
         num_replicas=fleet.replicas,
         max_ongoing_requests=max(100, 4 * cfg.serve.max_num_seqs),

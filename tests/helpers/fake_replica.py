@@ -224,15 +224,20 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running(*fakes: FakeReplica) -> Iterator[list[str]]:
-    """Serve the replicas; gives their URLs."""
+def running(*fakes: FakeReplica, one_port: bool = False) -> Iterator[list[str]]:
+    """Serve the replicas; gives their URLs. `one_port`: as pods do, addresses 127.0.0.1, 127.0.0.2
+    ... of one port.
+    """
     servers = []
-    for fake in fakes:
+    port = 0
+    for number, fake in enumerate(fakes, 1):
         handler = type("Handler", (_Handler,), {"fake": fake})
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        host = f"127.0.0.{number if one_port else 1}"
+        server = ThreadingHTTPServer((host, port), handler)
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        fake.url = f"http://127.0.0.1:{server.server_address[1]}"
+        fake.url = f"http://{host}:{server.server_address[1]}"
+        port = server.server_address[1] if one_port else 0
         servers.append(server)
     try:
         yield [fake.url for fake in fakes]

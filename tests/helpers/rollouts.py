@@ -59,11 +59,13 @@ def world(
     replicas: int = 2,
     settings: Sequence[str] = (),
     serving: str = "1",
+    dns: str = "",
 ) -> Iterator[World]:
     """A fleet that drafts with version `serving` (empty: none), beside the registry of `make_base`,
     whose champion is version 2.
 
-    `chances[i]`: true chance of each draft of version i + 1, by domain.
+    `chances[i]`: true chance of each draft of version i + 1, by domain. `dns`: a name that the
+    roll-out is given instead of URLs; the test makes it known.
     """
     work = shutil.copytree(base, folder / "work")
     cfg = load(None, [f"work={work}"])
@@ -78,7 +80,9 @@ def world(
         FakeReplica(f"r{i}", target_id(cfg.target_path), known, active, seed=i)
         for i in range(replicas)
     ]
-    with running(*fakes) as urls:
-        more = [f"rollout.replicas=[{','.join(urls)}]", f"rollout.token_file={folder / 'token'}"]
+    with running(*fakes, one_port=bool(dns)) as urls:
+        port = urls[0].rpartition(":")[2]
+        known_as = f"rollout.dns={dns}:{port}" if dns else f"rollout.replicas=[{','.join(urls)}]"
+        more = [known_as, f"rollout.token_file={folder / 'token'}"]
         cfg = load(None, [f"work={work}", *more, *FAST, *LOOSE, *settings])
         yield World(cfg, fakes, sha)

@@ -1,6 +1,8 @@
-"""What tests of ingest share: a target folder with just enough in it to ingest logs. And those of
-harvest: two models, and no Ray.
+"""What tests of ingest share: a target folder with just enough in it to ingest logs. Those of
+harvest: two models, and no Ray. Those of roll-outs: a registry and fake replicas.
 """
+
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -52,3 +54,24 @@ def in_process(monkeypatch):
     from tests.helpers.harvesting import here
 
     monkeypatch.setattr(actors, "by_actors", here)
+
+
+@pytest.fixture(scope="session")
+def fleet_base(tmp_path_factory, empty_database):
+    """See `make_base`; do not write to it."""
+    from tests.helpers.rollouts import make_base
+
+    return make_base(tmp_path_factory.mktemp("registry"), empty_database)
+
+
+@pytest.fixture
+def start_fleet(tmp_path, fleet_base):
+    """A function to make a `world` in a `with`, from the chances of each version."""
+    from tests.helpers.rollouts import world
+
+    @contextmanager
+    def start(*chances, **more):
+        with world(tmp_path, fleet_base, chances, **more) as one:
+            yield one
+
+    return start

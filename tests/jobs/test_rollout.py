@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from contextlib import contextmanager
+import socket
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,34 +11,18 @@ import pytest
 from dflash.checkpoint import drafter_sha256
 from jobs import rollback, rollout
 from jobs.base.config import load
-from jobs.reconciling.observed import FLEET_STATE
+from jobs.reconciling.observed import FLEET_STATE, find_fleet
 from jobs.reconciling.reconciler import reconciling
 from jobs.registry.versions import Registry
 from store import promotions
 from tests.helpers.fake_replica import TOKEN
 from tests.helpers.promotion import aliases
-from tests.helpers.rollouts import make_base, world
 
 GOOD, DEAD = {"": 0.6}, {"": 0.0}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory, empty_database):
-    return make_base(tmp_path_factory.mktemp("registry"), empty_database)
-
-
-@pytest.fixture
-def make(tmp_path, base):
-    @contextmanager
-    def start(*chances, **more):
-        with world(tmp_path, base, chances, **more) as one:
-            yield one
-
-    return start
-
-
-def test_a_good_drafter_advances_over_three_replicas(make):
-    with make(GOOD, GOOD, replicas=3) as one:
+def test_a_good_drafter_advances_over_three_replicas(start_fleet):
+    with start_fleet(GOOD, GOOD, replicas=3) as one:
         found = one.run()
         assert found["decision"] == "advanced", found
         assert found["ok"]
@@ -53,12 +37,32 @@ def test_a_good_drafter_advances_over_three_replicas(make):
         assert evidence["rows"][-1]["evidence"]["verdict"]["answer"] == "advance"
 
 
-def test_a_dead_drafter_is_stopped_at_the_canary_and_the_registry_goes_back(make):
-    with make(GOOD, DEAD, replicas=3) as one:
+def test_every_address_of_a_name_is_a_replica(start_fleet, monkeypatch):
+    """Only the resolver is ours: a headless service has an address for each of its pods."""
+    real = socket.getaddrinfo
+
+    def resolve(host, *args, **more):
+        found = real("127.0.0.1", *args, **more) if host == "drafters.test" else []
+        pods = [(*entry[:4], (f"127.0.0.{i}", entry[4][1])) for entry in found for i in (3, 1, 2)]
+        return pods or real(host, *args, **more)
+
+    with start_fleet(GOOD, GOOD, replicas=3, dns="drafters.test") as one:
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        assert find_fleet(one.cfg).urls == [fake.url for fake in one.fakes]
+        assert one.run()["decision"] == "advanced"
+        assert one.loaded() == ["2", "2", "2"]
+        unknown = one.cfg.override("rollout", dns="nobody.invalid:8000")
+        with pytest.raises(ValueError, match=r"nobody\.invalid:8000.*is the name right"):
+            find_fleet(unknown)
+
+
+def test_a_dead_drafter_is_stopped_at_the_canary_and_the_registry_goes_back(start_fleet):
+    with start_fleet(GOOD, DEAD, replicas=3) as one:
         found = one.run()
         assert found["decision"] == "rolled back", found
         assert not found["ok"]
         assert "all traffic loses" in found["verdict"]["reasons"][0]
+        assert "all traffic loses" in found["why"]
         assert one.loaded() == ["1", "1", "1"]
         assert [fake.swaps for fake in one.fakes] == [2, 0, 0]
         assert aliases(one.cfg)["champion"] == "1"
@@ -69,16 +73,16 @@ def test_a_dead_drafter_is_stopped_at_the_canary_and_the_registry_goes_back(make
         assert one.run()["decision"] == "unchanged"  # it does not try again
 
 
-def test_a_loss_in_one_domain_goes_back_with_enough_traffic(make):
-    with make(GOOD, {"a": 0.65, "b": 0.45}, settings=["rollout.max_slice_loss=0.1"]) as one:
+def test_a_loss_in_one_domain_goes_back_with_enough_traffic(start_fleet):
+    with start_fleet(GOOD, {"a": 0.65, "b": 0.45}, settings=["rollout.max_slice_loss=0.1"]) as one:
         found = one.run()
         assert found["decision"] == "rolled back", found
         assert "domain b loses" in str(found["verdict"]["reasons"])
         assert one.loaded() == ["1", "1"]
 
 
-def test_too_little_traffic_is_never_a_pass(make):
-    with make(GOOD, GOOD, settings=["rollout.wait=0"]) as one:
+def test_too_little_traffic_is_never_a_pass(start_fleet):
+    with start_fleet(GOOD, GOOD, settings=["rollout.wait=0"]) as one:
         for fake in one.fakes:
             fake.per_look = 2
         found = one.run()
@@ -95,9 +99,9 @@ def test_too_little_traffic_is_never_a_pass(make):
         assert [a for a, _ in one.actions()].count("canary") == 1
 
 
-def test_a_domain_without_traffic_holds(make):
+def test_a_domain_without_traffic_holds(start_fleet):
     slices = {"a": {"rounds": 50, "tau": 2.0}, "missing": {"rounds": 50, "tau": 2.0}}
-    with make(GOOD, GOOD, settings=["rollout.wait=1"]) as one:
+    with start_fleet(GOOD, GOOD, settings=["rollout.wait=1"]) as one:
         file = one.cfg.path("evaluations", "d2.json")
         evaluation = json.loads(file.read_text())
         evaluation["tau"]["slices"] = {"domain": slices}
@@ -107,8 +111,8 @@ def test_a_domain_without_traffic_holds(make):
         assert "domain missing: 0 conversations of the canary" in found["why"]
 
 
-def test_a_drafter_for_another_target_never_loads(make):
-    with make(GOOD, GOOD) as one:
+def test_a_drafter_for_another_target_never_loads(start_fleet):
+    with start_fleet(GOOD, GOOD) as one:
         for fake in one.fakes:
             fake.target_id = "another"
             assert fake.active is not None
@@ -120,8 +124,8 @@ def test_a_drafter_for_another_target_never_loads(make):
         assert not any("PUT" in call or "load" in call for f in one.fakes for call in f.calls)
 
 
-def test_after_a_change_of_the_target_the_fleet_falls_back_to_no_drafter(make):
-    with make(GOOD, GOOD) as one:
+def test_after_a_change_of_the_target_the_fleet_falls_back_to_no_drafter(start_fleet):
+    with start_fleet(GOOD, GOOD) as one:
         for fake in one.fakes:
             fake.target_id = "a newer target"
         assert one.run()["decision"] == "held"
@@ -132,8 +136,8 @@ def test_after_a_change_of_the_target_the_fleet_falls_back_to_no_drafter(make):
         assert len(one.actions()) <= before + 1
 
 
-def test_without_an_earlier_champion_a_bad_one_falls_back_to_the_floor(make):
-    with make(GOOD, DEAD, serving="") as one:
+def test_without_an_earlier_champion_a_bad_one_falls_back_to_the_floor(start_fleet):
+    with start_fleet(GOOD, DEAD, serving="") as one:
         Registry(one.cfg).client.delete_model_version("drafter", "1")
         assert one.run()["decision"] == "rolled back"
         assert one.loaded() == ["none", "none"]
@@ -142,22 +146,22 @@ def test_without_an_earlier_champion_a_bad_one_falls_back_to_the_floor(make):
         assert one.run()["decision"] == "held"
 
 
-def test_a_first_champion_is_compared_with_no_drafter(make):
-    with make(GOOD, GOOD, serving="") as one:
+def test_a_first_champion_is_compared_with_no_drafter(start_fleet):
+    with start_fleet(GOOD, GOOD, serving="") as one:
         assert one.run()["decision"] == "advanced"
         assert one.loaded() == ["2", "2"]
 
 
-def test_a_replica_alone_is_compared_with_its_own_past(make, capsys):
-    with make(GOOD, {"": 0.3}, replicas=1) as one:
+def test_a_replica_alone_is_compared_with_its_own_past(start_fleet, capsys):
+    with start_fleet(GOOD, {"": 0.3}, replicas=1) as one:
         one.fakes[0].finish_requests(400)
         assert one.run()["decision"] == "rolled back"
         assert one.loaded() == ["1"]
         assert "which is weaker" in capsys.readouterr().err
 
 
-def test_a_canary_that_fails_requests_goes_back(make):
-    with make(GOOD, GOOD, settings=["rollout.max_loss=0.001"]) as one:
+def test_a_canary_that_fails_requests_goes_back(start_fleet):
+    with start_fleet(GOOD, GOOD, settings=["rollout.max_loss=0.001"]) as one:
         for fake in one.fakes:
             fake.fail_share = {one.sha["2"]: 0.2}
         found = one.run()
@@ -166,8 +170,8 @@ def test_a_canary_that_fails_requests_goes_back(make):
 
 
 @pytest.mark.parametrize("fault", ["refuse", "verify", "wrong"])
-def test_a_drafter_that_a_canary_cannot_serve_goes_back(make, fault):
-    with make(GOOD, GOOD) as one:
+def test_a_drafter_that_a_canary_cannot_serve_goes_back(start_fleet, fault):
+    with start_fleet(GOOD, GOOD) as one:
         one.fakes[0].faults.add(fault)
         assert one.run()["decision"] == "rolled back"
         assert aliases(one.cfg)["champion"] == "1"
@@ -175,8 +179,8 @@ def test_a_drafter_that_a_canary_cannot_serve_goes_back(make, fault):
 
 
 @pytest.mark.parametrize("moment", ["load", "activate"])
-def test_a_replica_killed_in_the_swap_comes_back_with_the_right_version(make, moment):
-    with make(GOOD, GOOD) as one:
+def test_a_replica_killed_in_the_swap_comes_back_with_the_right_version(start_fleet, moment):
+    with start_fleet(GOOD, GOOD) as one:
         one.fakes[0].faults.add(f"die-{moment}")
         assert one.run()["decision"] == "held"
         assert one.loaded() == ["1", "1"]  # it restarted with what it was started with
@@ -188,8 +192,8 @@ def test_a_replica_killed_in_the_swap_comes_back_with_the_right_version(make, mo
         assert one.loaded() == ["2", "2"]
 
 
-def test_a_replica_that_restarts_with_the_new_version_waits_for_the_canary(make):
-    with make(GOOD, GOOD, replicas=3, settings=["rollout.wait=0"]) as one:
+def test_a_replica_that_restarts_with_the_new_version_waits_for_the_canary(start_fleet):
+    with start_fleet(GOOD, GOOD, replicas=3, settings=["rollout.wait=0"]) as one:
         for fake in one.fakes:
             fake.per_look = 2
             assert fake.active is not None
@@ -201,8 +205,8 @@ def test_a_replica_that_restarts_with_the_new_version_waits_for_the_canary(make)
         assert [fake.sha for fake in one.fakes] == [one.sha[v] for v in "211"]
 
 
-def test_counters_that_start_anew_are_no_failures(make):
-    with make(GOOD, GOOD, settings=["rollout.wait=0", "rollout.max_loss=0.001"]) as one:
+def test_counters_that_start_anew_are_no_failures(start_fleet):
+    with start_fleet(GOOD, GOOD, settings=["rollout.wait=0", "rollout.max_loss=0.001"]) as one:
         one.run()
         one.fakes[1].finish_requests(500)
         one.run()
@@ -216,8 +220,8 @@ def test_counters_that_start_anew_are_no_failures(make):
         assert found["verdict"]["answers"][0] > 80
 
 
-def test_a_watching_roll_out_survives_faults_and_ends_with_ctrl_c(make, monkeypatch, capsys):
-    with make(GOOD, GOOD, settings=["rollout.watch=true"]) as one:
+def test_a_watching_roll_out_survives_faults_and_ends_with_ctrl_c(start_fleet, monkeypatch, capsys):
+    with start_fleet(GOOD, GOOD, settings=["rollout.watch=true"]) as one:
         told: list[str] = []
 
         def once_more(_: float) -> None:
@@ -235,8 +239,8 @@ def test_a_watching_roll_out_survives_faults_and_ends_with_ctrl_c(make, monkeypa
         assert told[2] == ""  # nothing new, nothing told
 
 
-def test_a_frozen_fleet_is_only_observed(make):
-    with make(GOOD, GOOD) as one:
+def test_a_frozen_fleet_is_only_observed(start_fleet):
+    with start_fleet(GOOD, GOOD) as one:
         rollout.run(one.cfg.override("rollout", freeze="on", reason="audit"))
         found = one.run()
         assert found["decision"] == "frozen"
@@ -246,17 +250,17 @@ def test_a_frozen_fleet_is_only_observed(make):
         assert one.run()["decision"] == "advanced"
 
 
-def test_two_roll_outs_do_not_fight(make):
+def test_two_roll_outs_do_not_fight(start_fleet):
     with (
-        make(GOOD, GOOD) as one,
+        start_fleet(GOOD, GOOD) as one,
         reconciling(one.cfg),
         pytest.raises(ValueError, match=r"another roll-out is running: .*@"),
     ):
         one.run()
 
 
-def test_a_plan_changes_nothing(make):
-    with make(GOOD, GOOD) as one:
+def test_a_plan_changes_nothing(start_fleet):
+    with start_fleet(GOOD, GOOD) as one:
         rows = len(promotions.read(one.cfg.table("promotions")))
         found = rollout.plan(one.cfg)
         assert found["steps"][0]["step"] == "canary"
@@ -264,8 +268,8 @@ def test_a_plan_changes_nothing(make):
         assert one.loaded() == ["1", "1"]
 
 
-def test_a_rollback_moves_registry_and_fleet(make):
-    with make(GOOD, GOOD, serving="2") as one:
+def test_a_rollback_moves_registry_and_fleet(start_fleet):
+    with start_fleet(GOOD, GOOD, serving="2") as one:
         found = rollback.run(one.cfg)
         assert found["fleet"]["ok"], found
         assert one.loaded() == ["1", "1"]
@@ -281,8 +285,8 @@ def test_without_replicas_or_a_registry_nothing_is_written(tmp_path):
     assert not work.exists()
 
 
-def test_a_majority_that_is_gone_holds(make):
-    with make(GOOD, GOOD, replicas=3) as one:
+def test_a_majority_that_is_gone_holds(start_fleet):
+    with start_fleet(GOOD, GOOD, replicas=3) as one:
         for fake in one.fakes[1:]:
             fake.faults.add("hang")
         one.cfg = one.cfg.override("rollout", timeout=0.3)
@@ -292,9 +296,9 @@ def test_a_majority_that_is_gone_holds(make):
         assert one.loaded() == ["1", "1", "1"]
 
 
-def test_hostile_domains_are_only_text(make, capsys):
+def test_hostile_domains_are_only_text(start_fleet, capsys):
     domain = "\x1b[31m[red]$x$</text><script>"
-    with make(GOOD, GOOD, settings=["rollout.wait=40"]) as one:
+    with start_fleet(GOOD, GOOD, settings=["rollout.wait=40"]) as one:
         for fake in one.fakes:
             fake.domains = (domain,)
             fake.finish_requests(10)
@@ -304,8 +308,8 @@ def test_hostile_domains_are_only_text(make, capsys):
         assert "<script>" not in svg
 
 
-def test_a_version_deleted_meanwhile_leaves_the_canary(make):
-    with make(GOOD, GOOD, settings=["rollout.wait=0"]) as one:
+def test_a_version_deleted_meanwhile_leaves_the_canary(start_fleet):
+    with start_fleet(GOOD, GOOD, settings=["rollout.wait=0"]) as one:
         for fake in one.fakes:
             fake.per_look = 2
         one.run()
@@ -315,9 +319,9 @@ def test_a_version_deleted_meanwhile_leaves_the_canary(make):
         assert one.loaded() == ["1", "1"]
 
 
-def test_a_registry_that_is_away_is_named_and_nothing_changes(make, monkeypatch):
+def test_a_registry_that_is_away_is_named_and_nothing_changes(start_fleet, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with make(GOOD, GOOD) as one:
+    with start_fleet(GOOD, GOOD) as one:
         away = replace(one.cfg, mlflow=replace(one.cfg.mlflow, uri="http://127.0.0.1:9"))
         with pytest.raises(ValueError, match="start the MLflow server there"):
             rollout.run(away)
@@ -325,8 +329,8 @@ def test_a_registry_that_is_away_is_named_and_nothing_changes(make, monkeypatch)
         assert one.run()["decision"] == "advanced"
 
 
-def test_a_damaged_drafter_is_not_delivered(make):
-    with make(GOOD, GOOD) as one:
+def test_a_damaged_drafter_is_not_delivered(start_fleet):
+    with start_fleet(GOOD, GOOD) as one:
         version = Registry(one.cfg).get("2")
         assert version is not None
         folder = Registry(one.cfg).open(version)
@@ -342,8 +346,8 @@ def test_a_damaged_drafter_is_not_delivered(make):
         assert drafter_sha256(folder) == version.sha256
 
 
-def test_another_shape_is_restarted_by_who_runs_the_fleet(make):
-    with make(GOOD, GOOD, settings=["rollout.restart_wait=1"]) as one:
+def test_another_shape_is_restarted_by_who_runs_the_fleet(start_fleet):
+    with start_fleet(GOOD, GOOD, settings=["rollout.restart_wait=1"]) as one:
         one.fakes[0].faults.add("restart")
         found = one.run()
         assert found["decision"] == "held"
@@ -357,8 +361,8 @@ def test_another_shape_is_restarted_by_who_runs_the_fleet(make):
         assert wanted["replicas"][one.fakes[0].url] == {"version": "2", "sha256": one.sha["2"]}
 
 
-def test_the_token_is_nowhere_in_what_is_written(make, capsys):
-    with make(GOOD, DEAD) as one:
+def test_the_token_is_nowhere_in_what_is_written(start_fleet, capsys):
+    with start_fleet(GOOD, DEAD) as one:
         one.run()
         told = capsys.readouterr()
         assert TOKEN not in told.err + told.out

@@ -2,7 +2,6 @@
 
 import math
 import time
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,25 +12,9 @@ from serving.replica_client import Failed, ReplicaClient, Unreachable
 from tests.helpers import fake_replica
 from tests.helpers.fake_replica import TOKEN, FakeReplica, running
 from tests.helpers.promotion import aliases
-from tests.helpers.rollouts import make_base, world
 
 GOOD = {"": 0.6}
 DRAFTER = {"version": "1", "sha256": "1" * 64, "compat": {}}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory, empty_database):
-    return make_base(tmp_path_factory.mktemp("registry"), empty_database)
-
-
-@pytest.fixture
-def make(tmp_path, base):
-    @contextmanager
-    def start(*chances, **more):
-        with world(tmp_path, base, chances, **more) as one:
-            yield one
-
-    return start
 
 
 @pytest.fixture
@@ -147,8 +130,8 @@ def test_odd_rows_are_none(odd):
         answer_of(row | odd, [])
 
 
-def test_odd_rows_are_left_out_of_a_roll_out(make, capsys):
-    with make(GOOD, GOOD) as one:
+def test_odd_rows_are_left_out_of_a_roll_out(start_fleet, capsys):
+    with start_fleet(GOOD, GOOD) as one:
         for fake in one.fakes:
             rows = fake.acceptance
 
@@ -166,8 +149,8 @@ def test_odd_rows_are_left_out_of_a_roll_out(make, capsys):
         assert capsys.readouterr().err.count("rows of its feed are left out") < 20
 
 
-def test_a_replica_that_talks_nonsense_is_held_and_told(make):
-    with make(GOOD, GOOD, replicas=3) as one:
+def test_a_replica_that_talks_nonsense_is_held_and_told(start_fleet):
+    with start_fleet(GOOD, GOOD, replicas=3) as one:
         whole = one.fakes[2].status
         one.fakes[2].status = lambda: whole() | {"active": "2"}
         found = one.run()
@@ -177,8 +160,8 @@ def test_a_replica_that_talks_nonsense_is_held_and_told(make):
         rollout.plan(one.cfg)
 
 
-def test_a_delivery_that_fails_is_no_fault_of_the_drafter(make):
-    with make(GOOD, GOOD) as one:
+def test_a_delivery_that_fails_is_no_fault_of_the_drafter(start_fleet):
+    with start_fleet(GOOD, GOOD) as one:
         one.fakes[0].load = lambda version, sha: (500, {"error": "No space left on device"})
         found = one.run()
         assert found["decision"] == "held", found

@@ -48,6 +48,7 @@ def fleet(tiny_target, tiny_drafter, tmp_path):
         "serve.capture": tmp_path / "capture",
         "fleet.port": port,
         "fleet.cpus": 0.5,
+        "fleet.sticky": "true",
     }
     command = [sys.executable, "-m", "jobs.fleet", *(f"{k}={v}" for k, v in settings.items())]
     with (tmp_path / "fleet.log").open("wb") as log:
@@ -93,6 +94,7 @@ def test_a_fleet_serves_and_replaces_what_dies(fleet, tiny_drafter, tmp_path):
     found = [httpx.get(url + "/flywheel/replica", headers=admin).json() for url in urls]
     assert len({one["replica"] for one in found}) == 2
     assert {one["active"]["sha256"] for one in found} == {drafter_sha256(tiny_drafter)}
+    check_sticky(endpoint, urls, admin)
 
     kill_server(urls[0])
     again = wait_for(lambda: [url for url in read_state(file) if url not in urls])
@@ -104,6 +106,21 @@ def test_a_fleet_serves_and_replaces_what_dies(fleet, tiny_drafter, tmp_path):
     assert not file.exists()
     assert not any(answers_at(url) for url in [*urls, *again]), "servers outlive their fleet"
     assert len([*(tmp_path / "capture").iterdir()]) >= 2, "each replica has a file of its own"
+
+
+def check_sticky(endpoint: str, urls: list[str], admin: dict[str, str]) -> None:
+    """Check that each conversation stays with one replica, and that both have some."""
+    for number in range(32):
+        conversation = {"X-Flywheel-Conversation": f"c{number % 16}"}
+        answer = httpx.post(endpoint + "/v1/completions", json=ASKED, headers=conversation)
+        assert answer.status_code == 200
+    seen = []
+    for url in urls:
+        rows = httpx.get(url + "/flywheel/acceptance?after=0", headers=admin).json()["rows"]
+        seen.append({row["conversation_id"] for row in rows if row["conversation_id"]})
+    assert all(seen)
+    assert not seen[0] & seen[1]
+    assert sum(map(len, seen)) == 16
 
 
 def kill_server(url: str) -> None:

@@ -19,6 +19,7 @@ from serving.client import Completion, Request, complete
 from serving.vllm_counts import rounds
 from serving.vllm_server import Server
 from tests.helpers.capture_logs import in_this_process
+from tests.helpers.promql import missing
 from tests.serving.conftest import LEARNED
 
 pytest.importorskip("vllm")
@@ -138,8 +139,9 @@ def test_nothing_is_lost_while_sixteen_clients_stream(
                     staged = admin.load(folder, version).raise_for_status().json()["staged"]
                     changed = admin.activate(staged["sha256"]).raise_for_status().json()
                     pauses.append(changed["pause_seconds"])
-                    streams.wait_for(8)
+                    streams.wait_for(16)
         fed = [row for url in urls for row in Admin(url).rows()]
+        assert missing(httpx.get(other.url + "/metrics").text) == set(), "the board asks for them"
     check_rows(fed, tiny_drafter, learned_drafter)
     in_this_process(monkeypatch)
     cfg = load(None, [f"work={tmp_path}", f"target.path={tiny_target}"])
@@ -177,7 +179,7 @@ class Streams:
         self.urls, self.wanted = urls, wanted
         self.faults: list[str] = []
         self.drafters: dict[str, int] = {}
-        self.done = 0
+        self.done = [0 for _ in urls]
         self.stopped = threading.Event()
         self.threads = [
             threading.Thread(target=self._run, args=(number,)) for number in range(clients)
@@ -194,14 +196,17 @@ class Streams:
             thread.join()
 
     def wait_for(self, more: int) -> None:
-        """Until so many further answers have ended."""
-        enough, deadline = self.done + more, time.monotonic() + 60
-        while self.done < enough and time.monotonic() < deadline:
+        """Until so many further answers of every server have ended; half of them can have begun
+        before this call, and with another drafter.
+        """
+        enough, deadline = [done + more for done in self.done], time.monotonic() + 120
+        while any(done < wanted for done, wanted in zip(self.done, enough, strict=True)):
+            assert time.monotonic() < deadline, "no answers"
             time.sleep(0.02)
 
     def _run(self, number: int) -> None:
-        prompts = list(self.wanted)
-        with httpx.Client(base_url=self.urls[number % len(self.urls)], timeout=120) as http:
+        prompts, server = list(self.wanted), number % len(self.urls)
+        with httpx.Client(base_url=self.urls[server], timeout=120) as http:
             while not self.stopped.is_set():
                 number += 1
                 prompt = prompts[number % len(prompts)]
@@ -210,7 +215,7 @@ class Streams:
                 except (httpx.HTTPError, ValueError) as error:
                     self.faults.append(repr(error))
                     continue
-                self.done += 1
+                self.done[server] += 1
                 self.drafters[version] = self.drafters.get(version, 0) + 1
                 if text != self.wanted[prompt]:
                     self.faults.append(f"{prompt}: {text!r}")

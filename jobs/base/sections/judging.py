@@ -57,6 +57,16 @@ class Rollback:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sql:
-    """DuckDB over the acceptance rows."""
+    """DuckDB over the tables of the work folder."""
 
-    question: str = setting("", "name of a file in sql/, or a path; empty: list them")
+    question: str = setting(
+        "", "name of a file in sql/, or a path; shell: a prompt for your own; empty: list them"
+    )
+    parameters: list[str] = setting([], "of the question, as NAME=VALUE")
+    format: Literal["table", "csv", "json", "parquet"] = setting(
+        "table", "of the answer; all but table go to stdout, without a summary"
+    )
+
+    def __post_init__(self) -> None:
+        if wrong := [word for word in self.parameters if "=" not in word]:
+            raise ValueError(f"sql.parameters = {wrong[0]!r}: write NAME=VALUE")

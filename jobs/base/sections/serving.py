@@ -50,6 +50,9 @@ class Fleet:
         1.0, "CPUs that Ray reserves for each replica, and its threads on a CPU", minimum=0
     )
     gpus: float = setting(0.0, "GPUs that Ray reserves for each replica", minimum=0)
+    sticky: bool = setting(
+        False, "requests of one X-Flywheel-Conversation go to one replica, however busy it is"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -186,8 +186,8 @@ def test_questions_keep_production_and_measurement_apart(anywhere):
     for question in ("tau_by_domain_and_version", "acceptance_by_position", "where_rounds_end"):
         rows = queries.ask(cfg, queries.find_question(question).read_text()).to_pylist()
         assert {row.get("requests", row.get("rounds")) for row in rows} == {1}, question
-    text = queries.find_question("served_acceptance").read_text()
-    found = queries.ask(cfg, text).to_pylist()
+    question = queries.Question.read(queries.find_question("served_acceptance"))
+    found = queries.ask_question(cfg, question, {}).to_pylist()
     assert {(r["replica"], r["version"], r["drafter_version"]) for r in found} == {
         ("east", "7", DRAFTER[:12]),
         ("west", "7", DRAFTER[:12]),

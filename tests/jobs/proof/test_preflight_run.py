@@ -158,7 +158,7 @@ def test_verify_says_not_checked_of_short_answers_and_decodes_behind_the_servers
 
     empty = Reading(gaps=[])
     measured = SimpleNamespace(
-        answers=[completion([5, 6], [1])], k=4, costs=[], chosen=(4,), speeds=[]
+        answers=[completion([5, 6], [1])], k=4, costs=[], chosen=(4,), timed=(4,), speeds=[]
     )
     measured.text = GreedyReport(
         requests=1,

@@ -1,5 +1,7 @@
 """The sequential tests: what they leave out, and that looking does not make errors."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from jobs.reconciling.evidence import CANARY, REST, Answer, Arms, answer_of
 from jobs.reconciling.required_traffic import judged_domains, required
 from jobs.reconciling.sequential import (
     FEWEST,
+    Ratio,
     Side,
     boundary,
     conversations_needed,
@@ -58,6 +61,12 @@ def test_the_ratio_is_that_of_tokens_per_round():
     found = tokens_per_round(ours, theirs)
     assert found is not None
     assert np.exp(found.value) == pytest.approx((1 + 0.5 + 0.25) / (1 + 0.8 + 0.64), rel=0.01)
+
+
+def test_an_interval_is_finite_however_odd_the_tolerance():
+    """It is written as JSON."""
+    wide = Ratio(0.0, 0.5, (FEWEST, FEWEST)).interval(1e-9, 1e-6, 1e-6)
+    assert -1 <= wide[0] < 0 < wide[1] < math.inf
 
 
 def test_k_zero_on_one_side_is_no_comparison():
