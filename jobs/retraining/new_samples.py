@@ -31,7 +31,9 @@ delete from fresh where sample_id in (
 )
 """
 COUNTS = """
-select domain, count(*), coalesce(sum(tokens), 0)::bigint, min(first), max(last) from fresh group by domain
+select domain, count(*), coalesce(sum(tokens), 0)::bigint, min(first), max(last)
+from fresh
+group by domain
 order by domain
 """
 OLDER = """
