@@ -37,7 +37,10 @@ def cfg(work, tmp_path, empty_database, monkeypatch):
     real = [one if one[0] != "preflight" else passed for one in retrain.DELIVER]
     monkeypatch.setattr(retrain, "DELIVER", real)
     gate = f"promote.gate={tmp_path / 'gate.yaml'}"
-    return configure(work, gate, "retrain.min_tokens=100", "evaluate.bootstrap=200")
+    more = ["retrain.min_tokens=100", "evaluate.bootstrap=200"]
+    # Enough to learn something of the new domain, whatever that costs the others.
+    more += ["train.steps=60", "train.val_every=20", "train.max_slice_loss=1"]
+    return configure(work, gate, *more)
 
 
 def add_log(work, count):
