@@ -21,14 +21,10 @@ evaluated as (
     from (select "window", numbers::json as numbers from windows where step = 'evaluate' and state = 'done')
 ),
 
-requests as (
-    select drafter_version, domain, accepted, drafted, rounds, list_max(drafted) as most from production
-),
-
-rounds_by_domain as (
-    select drafter_version, domain, count(*) as requests, sum(rounds) as rounds
-    from requests
-    group by drafter_version, domain
+counts as (
+    select drafter_version, domain, drafted, accepted, sum(rounds) as rounds
+    from production_rounds
+    group by all
 ),
 
 rates as (
@@ -36,10 +32,17 @@ rates as (
         drafter_version,
         domain,
         position,
-        sum(len(list_filter(drafted, lambda d: d >= position))) as offered,
-        accept_rate_offered(accepted, drafted, position) as rate
-    from (select *, unnest(range(1, most + 1)) as position from requests)
+        sum(rounds) as offered,
+        coalesce(sum(rounds) filter (accepted >= position), 0) / sum(rounds) as rate
+    from (select *, unnest(range(1, drafted + 1)) as position from counts)
     group by drafter_version, domain, position
+),
+
+requests_by_domain as (
+    select drafter_version, domain, count(*) as requests, sum(rounds) as rounds
+    from production_requests
+    where rounds > 0
+    group by drafter_version, domain
 ),
 
 -- Domains that both drafters have served; all of them where there was no drafter before.
@@ -54,8 +57,8 @@ shared as (
         a.rounds as rounds_after,
         a.rounds / sum(a.rounds) over (partition by e."window") as share
     from evaluated as e
-    join rounds_by_domain as a on a.drafter_version = e.after_drafter
-    left join rounds_by_domain as b on b.drafter_version = e.before_drafter and b.domain = a.domain
+    join requests_by_domain as a on a.drafter_version = e.after_drafter
+    left join requests_by_domain as b on b.drafter_version = e.before_drafter and b.domain = a.domain
     where e.before_drafter is null or b.domain is not null
 ),
 

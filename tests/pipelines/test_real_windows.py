@@ -15,6 +15,7 @@ from jobs.dataset.queries import ask, find_question
 from pipelines import retrain
 from store import windows
 from store.ids import drafter_version
+from tests.helpers.retraining import NOON
 from tests.helpers.tables import add_rows
 from tests.helpers.work import configure, record
 
@@ -81,12 +82,11 @@ def test_the_second_window_starts_from_the_champion_of_the_first(cfg, work, caps
     gain = ask(cfg, find_question("gain_of_windows").read_text()).to_pylist()
     assert gain[1]["served_gain"] == pytest.approx(9 / 6 - 1)
     assert (gain[1]["requests_before"], gain[1]["requests_after"]) == (40, 40)
-    settings = [f"work={work}", "sql.question=gain_of_windows"]
-    assert cli.main(["sql", *settings]) == 0
+    assert cli.main(["sql", "gain_of_windows", f"work={work}"]) == 0
     assert "it paid" in capsys.readouterr().out
 
 
 def served(cfg, drafter, accepted, count):
     shared = {"origin": "served", "log": "x", "domain": "c", "accepted": accepted}
-    shared |= {"drafter_version": drafter, "drafted": [4] * len(accepted)}
+    shared |= {"drafter_version": drafter, "drafted": [4] * len(accepted), "finished_at": NOON}
     add_rows(cfg, "acceptance", [shared | {"request_id": f"{drafter}{i}"} for i in range(count)])

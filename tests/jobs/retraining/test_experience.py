@@ -37,7 +37,7 @@ def window(number, state="promoted", reason="", drifted=(), **evaluated) -> Wind
 
 def served(cfg, drafter, domain, rounds, count=1, k=3):
     shared = {"origin": "served", "log": "x", "domain": domain, "accepted": rounds}
-    shared |= {"drafter_version": drafter, "drafted": [k] * len(rounds)}
+    shared |= {"drafter_version": drafter, "drafted": [k] * len(rounds), "finished_at": NOON}
     add_rows(cfg, "acceptance", [shared | {"request_id": f"r{i}"} for i in range(count)])
 
 
