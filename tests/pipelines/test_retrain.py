@@ -26,9 +26,8 @@ ALL = ["ingest", "select", "harvest", "train", "evaluate", "preflight", "promote
 def cfg(tmp_path):
     gate = tmp_path / "gate.yaml"
     gate.write_text("speed: {required: false}")
-    made = load(
-        None, [f"work={tmp_path / 'work'}", f"promote.gate={gate}", "retrain.min_tokens=500"]
-    )
+    settings = ["retrain.min_tokens=500", "retrain.mix=0"]  # nothing is really selected
+    made = load(None, [f"work={tmp_path / 'work'}", f"promote.gate={gate}", *settings])
     make_target(made)
     return made
 
