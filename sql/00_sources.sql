@@ -291,6 +291,24 @@ create view stages as
 select stage, started_at, finished_at, ok, who, summary
 from stages_rows;
 
+-- One row per window and step of `flywheel retrain`; step 'window' is about the whole window. numbers is JSON.
+create view windows as
+select
+    "window",
+    place,
+    step,
+    state,
+    reason,
+    target_id,
+    from_version,
+    to_version,
+    captured_from,
+    captured_to,
+    started_at,
+    seconds,
+    numbers
+from windows_rows;
+
 create view rejects as
 select file, "offset", reason, octet_length(raw) as raw_bytes
 from rejects_rows;

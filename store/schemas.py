@@ -184,6 +184,26 @@ PROMOTIONS = pa.schema(
     ]
 )
 
+WINDOWS = pa.schema(
+    [
+        ("window", pa.int32()),
+        ("place", pa.int32()),  # of the step in its window, from 0
+        ("step", pa.string()),  # window (the whole of it) | ingest | select | ... | rollout
+        ("state", pa.string()),  # store/windows.py has the states of windows and of steps
+        ("reason", pa.string()),
+        ("target_id", pa.string()),
+        # The window's samples: those in to_version of traffic/ that from_version lacks.
+        ("from_version", pa.int64()),
+        ("to_version", pa.int64()),
+        ("captured_from", TIMESTAMP),  # the earliest and latest of them; nothing is decided by it
+        ("captured_to", TIMESTAMP),
+        ("started_at", TIMESTAMP),
+        ("seconds", pa.float64()),
+        ("numbers", pa.string()),  # JSON: what later steps and questions need
+        ("lease", pa.int64()),  # fencing number of the lease under which the row was written
+    ]
+)
+
 REJECTS = pa.schema(
     [
         ("log", pa.string()),  # key of the log's state in LOGS
@@ -207,6 +227,7 @@ TABLES = {
     "acceptance": ACCEPTANCE,
     "promotions": PROMOTIONS,
     "stages": STAGES,
+    "windows": WINDOWS,
 }
 """Every narrow table of a work folder, by name; store/tables.py reads and writes them."""
 

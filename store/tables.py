@@ -82,10 +82,12 @@ class Table:
         values: Collection[Any],
         shards: Sequence[Shard],
         note: dict[str, Any] | None = None,
+        expect: int | None = None,
     ) -> int:
         """Put `shards` in place of all rows whose `column` has one of `values`, in one commit.
 
         Returns the version. If exactly these shards have these rows already, nothing is written.
+        `expect` is as in `change`.
         """
 
         def change(live: dict[str, Shard]) -> tuple[list[Shard], list[str]]:
@@ -96,7 +98,7 @@ class Table:
             gone = [s.name for s in whole] + touched
             return [s for s in [*new.values(), *rest] if s.name not in live], gone
 
-        return self.change(change, note)
+        return self.change(change, note, expect)
 
     def change(
         self,

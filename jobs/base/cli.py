@@ -4,9 +4,9 @@
 
 A stage is a module with `run(cfg: Config) -> dict`. What it prints for people goes to stderr
 (jobs/base/console.py); the summary it returns is printed as one JSON line, the last line on stdout.
-An empty one is not printed. A summary with `"ok": false` makes the exit code 1; a ValueError, an
-OSError or the death of a Ray worker is a message to the user and makes it 2. Stages are imported
-only when they run: help works whatever is installed.
+An empty one is not printed. A summary with `"ok": false` makes the exit code 1, or what its `exit`
+says; a ValueError, an OSError or the death of a Ray worker is a message to the user and makes it 2.
+Stages are imported only when they run: help works whatever is installed.
 """
 
 import argparse
@@ -48,6 +48,8 @@ STAGES = {
     "cache": ("jobs.cache", "keep the feature cache within its size and age"),
     "migrate": ("jobs.migrate", "bring a work folder of an earlier release to today's layout"),
     "doctor": ("jobs.doctor", "check this machine and say what to do"),
+    "retrain": ("pipelines.retrain", "new traffic -> a new champion in the fleet, one window"),
+    "watch": ("pipelines.watching", "is it time to retrain? the triggers, and what each sees"),
     "demo": ("pipelines.demo", "turn the whole loop once"),
     "demo-fleet": ("pipelines.demo_fleet", "go on from the demo: a fleet, two roll-outs"),
     "config": ("", "print every setting with its value and meaning, as YAML"),
@@ -62,7 +64,7 @@ POSITIONAL = {
     "verify": "verify.drafter",
 }
 # Stages with `plan(cfg)`: what `run` would do, for --plan.
-PLANNED = ("select", "train", "promote", "rollout", "gc", "cache")
+PLANNED = ("select", "train", "promote", "rollout", "retrain", "watch", "gc", "cache")
 # Stages that do not read what other stages wrote.
 ANY_LAYOUT = ("migrate", "doctor", "target")
 # Import name -> the extra that installs it, for the message about a missing package.
@@ -77,7 +79,10 @@ EXTRAS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one stage and return the exit code: 0 done, 1 not ok, 2 user error, 130 interrupted."""
+    """Run one stage and return the exit code: 0 done, 1 not ok, 2 user error, 130 interrupted.
+
+    `retrain` and `watch` have others, see docs/how-to/retrain.md.
+    """
     args = _parser().parse_intermixed_args(argv)
     from jobs.base.config import commented, load
 
@@ -126,7 +131,7 @@ def _run(stage: str, cfg: "Config", function: str) -> int:
         sys.stderr.flush()
     if summary:  # empty: its answer is on stdout already
         to_stdout(json.dumps(summary))
-    return 0 if summary.get("ok", True) else 1
+    return summary.get("exit", 0 if summary.get("ok", True) else 1)
 
 
 def to_stdout(text: str, end: str = "\n") -> None:

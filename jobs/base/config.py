@@ -16,6 +16,7 @@ from jobs.base.profiles import PROFILES, profile_of
 from jobs.base.sections.data import Cache, Demo, Gc, Harvest, Ingest, Select
 from jobs.base.sections.environment import Mlflow, Ray, Target
 from jobs.base.sections.judging import Evaluate, Preflight, Promote, Rollback, Sql
+from jobs.base.sections.retraining import Retrain, Watch
 from jobs.base.sections.rolling_out import Rollout
 from jobs.base.sections.serving import Fleet, Methods, Serve, Verify
 from jobs.base.sections.training import Convert, Drafter, Train
@@ -66,6 +67,8 @@ class Config:
     promote: Promote = field(default_factory=Promote)
     rollback: Rollback = field(default_factory=Rollback)
     rollout: Rollout = field(default_factory=Rollout)
+    retrain: Retrain = field(default_factory=Retrain)
+    watch: Watch = field(default_factory=Watch)
     serve: Serve = field(default_factory=Serve)
     fleet: Fleet = field(default_factory=Fleet)
     demo: Demo = field(default_factory=Demo)

@@ -33,6 +33,7 @@ FILLED_BY = {
     "set_aside": "flywheel harvest",
     "promotions": "flywheel promote",
     "stages": "flywheel evaluate",
+    "windows": "flywheel retrain",
 }
 """View -> a command that fills it."""
 

@@ -10,6 +10,7 @@ from dflash.checkpoint import drafter_sha256, load_drafter, read_config
 from dflash.model import Drafter
 from dflash.target_model import load_borrowed
 from jobs.base.config import Config
+from jobs.base.console import console
 from jobs.base.devices import compute_device, compute_dtype
 from jobs.base.drafter_folders import local_folder, newest_drafter
 from jobs.base.drafter_shape import misfits
@@ -42,7 +43,9 @@ class Side:
 
 
 def baseline_side(cfg: Config, folder: Path, borrowed: Borrowed) -> Side | None:
-    """evaluate.baseline, else the champion; None if `folder` is the champion, or there is none."""
+    """evaluate.baseline, else the champion; None if `folder` is the champion, if the champion is
+    for a target of another shape, or if there is none.
+    """
     named = cfg.evaluate.baseline
     version, base = None, local_folder(cfg, named) if named else None
     if base is None:
@@ -50,6 +53,11 @@ def baseline_side(cfg: Config, folder: Path, borrowed: Borrowed) -> Side | None:
         if champion is None or drafter_sha256(champion[1]) == drafter_sha256(folder):
             return None
         version, base = champion
+        wrong = misfits(cfg, read_config(base)).keys() - {"target_layer_ids"}
+        if wrong:
+            told = f"champion {version} has another {min(wrong)} than this target"
+            console.print(f"note: {told}: it is not compared with")
+            return None
     check_shape(cfg, base)
     return Side(folder=base, drafter=drafter_on(base, borrowed), version=version)
 

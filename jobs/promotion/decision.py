@@ -62,6 +62,8 @@ def decide(
         compared = Finding(rule="champion", verdict="pass", fix="it is this drafter")
         champion = None
     else:
+        if champion is not None and _misfits(cfg, champion):
+            champion = None  # nothing replays it on this target, and no server of it loads it
         compared = gate.comparison(candidate.evaluation, champion)
     found = [Finding(rule="target", verdict="pass"), compared]
     if compared.verdict == "pass":  # else the numbers say nothing about this champion
@@ -76,15 +78,23 @@ def decide(
 
 def foreign_fields(cfg: Config, candidate: Candidate) -> list[str]:
     """Why a drafter is not for this target, field by field. No rule can allow such a drafter."""
+    ours = {"target_id": candidate.compat["target_id"]} | _widths(cfg)
+    drafter = candidate.compat | {"target_id": candidate.evaluation["target_id"]}
+    return gate.mismatches(drafter, ours, "the target")
+
+
+def _widths(cfg: Config) -> dict[str, int]:
     target = target_config(cfg)
-    ours = {
-        "target_id": candidate.compat["target_id"],
+    return {
         "hidden_size": target["hidden_size"],
         "vocab_size": target["vocab_size"],
         "num_target_layers": target["num_hidden_layers"],
     }
-    drafter = candidate.compat | {"target_id": candidate.evaluation["target_id"]}
-    return gate.mismatches(drafter, ours, "the target")
+
+
+def _misfits(cfg: Config, champion: Version) -> bool:
+    """Whether the champion was made for a target of another shape."""
+    return bool(gate.mismatches(champion.compat, _widths(cfg), "the target"))
 
 
 def _unlike(cfg: Config, candidate: Candidate, champion: Version | None) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from jobs.base.console import visible
 
@@ -236,6 +237,7 @@ def sequential_intervals(
                 continue
             answers, middle, low, high = zip(*looks, strict=True)
             axes.fill_between(answers, low, high, color=BLUE, alpha=0.25, linewidth=0)
+            axes.vlines(answers, low, high, color=BLUE, alpha=0.5, linewidth=1)
             axes.plot(answers, middle, "o-", color=BLUE, markersize=3)
             axes.axhline(0, color=GRAY, linewidth=0.8)
             axes.axhline(-tolerances[name], color=RED, linewidth=1, linestyle=":")
@@ -243,6 +245,8 @@ def sequential_intervals(
             axes.set_ylim(-min(reach, 1.0), reach)  # no loss is larger than all of it
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
         axes.set_xlabel("answers of the canary")
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         figure.supylabel("tokens per round against the rest", fontsize=10)
         figure.suptitle(textwrap.fill(visible(title, 200), 50), fontsize=10)
         return _svg(figure)

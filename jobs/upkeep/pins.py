@@ -1,4 +1,4 @@
-"""What training runs are pinned to: the versions of tables, and the samples."""
+"""What training runs and windows are pinned to: the versions of tables, and the samples."""
 
 import json
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 from jobs.base.config import Config
 from jobs.training.runs import VERSIONS
 from jobs.training.states import is_unfinished
+from store import windows
 from store.place import Place, first_line
 
 FORMER = "pin-former-"
@@ -16,7 +17,8 @@ FORMER = "pin-former-"
 
 
 def kept_versions(cfg: Config) -> dict[str, set[int]]:
-    """The versions of each table that a pin names; gc keeps them, whether the run has ended or not.
+    """The versions of each table that a pin or a window names; gc keeps them, whether the run has
+    ended or not.
 
     Raises ValueError for a pin that cannot be read: what it needs would be removed.
     """
@@ -30,6 +32,8 @@ def kept_versions(cfg: Config) -> dict[str, set[int]]:
         for table, version in versions.items():
             if version is not None:
                 kept.setdefault(table, set()).add(version)
+    for table, needed in windows.needed_versions(windows.read(cfg.table("windows"))).items():
+        kept.setdefault(table, set()).update(needed)
     return kept
 
 

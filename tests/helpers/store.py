@@ -60,7 +60,21 @@ def fill(cfg: Config, per_hour: int = 2) -> Config:
     add_rows(cfg, "rejects", [{"log": "log-0", "file": "day-0.jsonl", "offset": 7, "raw": b"{"}])
     add_rows(cfg, "promotions", _decisions())
     add_rows(cfg, "stages", _stages())
+    add_rows(cfg, "windows", _windows())
     return cfg
+
+
+def _windows() -> list[Row]:
+    """The window that made the new drafter of the old one."""
+    evaluated = {"drafter": drafter_version(NEW), "baseline": drafter_version(OLD)}
+    evaluated |= {"baseline_tau": 2.0, "gain": 0.3, "gain_low": 0.2, "gain_high": 0.4}
+    numbers = {"window": {"tokens": {"chat": 900}, "drifted": []}, "evaluate": evaluated}
+    states = {"window": "promoted", "evaluate": "done"}
+    return [
+        {"window": 1, "place": i, "step": step, "state": state, "target_id": TARGET}
+        | {"reason": "", "started_at": DAY, "seconds": 1.0, "numbers": json.dumps(numbers[step])}
+        for i, (step, state) in enumerate(states.items())
+    ]
 
 
 def _sample(rng: random.Random, number: int) -> Row:

@@ -332,3 +332,12 @@ def test_the_shell_answers_statements_over_lines_and_goes_on_after_errors(cfg, m
     assert "Parser Error" in err
     assert " 42 " in err
     assert " 99 " not in err
+
+
+def test_a_window_has_its_predicted_gain_beside_the_served_one(cfg):
+    [row] = ask(cfg, "gain_of_windows")
+    gains = [row[f"predicted_{name}"] for name in ("low", "gain", "high")]
+    assert gains == pytest.approx([0.1, 0.15, 0.2])
+    assert (row["requests_before"], row["requests_after"]) == (96, 96)
+    assert 0.05 < row["served_gain"] < 0.5  # a tenth more of every chance
+    assert row["why"] == "it paid"
