@@ -133,24 +133,21 @@ where log is not null;
 
 -- The same two without their lists: sums per request, which are made once (jobs/dataset/shard_sums.py) and read
 -- fast. drafts: all drafts of its rounds, most_drafted: of one round. conversation: a number for conversation_id;
--- conversation_group: the same, and from 200,000 requests on one of 128 groups, whose differences say as much. day: of
--- its end, in UTC. sound: whether its rounds can be.
-create view requests_and_groups as
-select
-    * exclude (conversation_group),
-    if(
-        (select count(*) from requests_summary) < 200000,
-        conversation,
-        conversation_group
-    ) as conversation_group
-from requests_summary;
+-- conversation_group: the same, and from 200,000 requests on one of 128 groups, whose differences say as much. series: a
+-- number for origin, target_id, drafter_version, version, k and temperature together, which is grouped faster than
+-- those. day: of its end, in UTC. sound: whether its rounds can be.
+set variable requests_are_many = (select count(*) >= 200000 from requests_summary);
+
+create macro group_of(conversation, conversation_group) as
+    if(getvariable('requests_are_many'), conversation_group, conversation);
 
 create view acceptance_requests as
 select
     request_id,
     sample_id,
     conversation,
-    conversation_group,
+    group_of(conversation, conversation_group) as conversation_group,
+    series,
     origin,
     drafter_version,
     target_id,
@@ -170,7 +167,7 @@ select
     day,
     replica,
     repeat_count
-from requests_and_groups
+from requests_summary
 where not production;
 
 create view production_requests as
@@ -178,7 +175,8 @@ select
     request_id,
     sample_id,
     conversation,
-    conversation_group,
+    group_of(conversation, conversation_group) as conversation_group,
+    series,
     drafter_version,
     version,
     target_id,
@@ -198,7 +196,7 @@ select
     day,
     concurrency,
     log
-from requests_and_groups
+from requests_summary
 where production;
 
 -- How many rounds of such requests offered `drafted` drafts, of which `accepted` were accepted. last: as the last

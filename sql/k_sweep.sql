@@ -2,33 +2,31 @@
 -- last draft added (gain_of_last_draft). A draft pays only while its gain exceeds what it costs: k_by_load.
 with parts as (
     select
-        target_id,
-        drafter_version,
-        k,
-        temperature,
+        series,
+        any_value(target_id) as target_id,
+        any_value(drafter_version) as drafter_version,
+        any_value(k) as k,
+        any_value(temperature) as temperature,
         domain,
         conversation_group,
         sum(tokens_in_rounds) as tokens,
         sum(rounds) as rounds
     from acceptance_requests
     where origin = 'replay'
-    group by all
+    group by series, domain, conversation_group
 ),
 
 groups as (
     select
-        target_id,
-        drafter_version,
-        k,
-        temperature,
+        any_value(target_id) as target_id,
+        any_value(drafter_version) as drafter_version,
+        any_value(k) as k,
+        any_value(temperature) as temperature,
         domain_or_all(domain, grouping(domain)) as domain,
         sum(tokens)::double as tokens,
         sum(rounds)::double as rounds
     from parts
-    group by grouping sets (
-        (target_id, drafter_version, k, temperature, domain, conversation_group),
-        (target_id, drafter_version, k, temperature, conversation_group)
-    )
+    group by grouping sets ((series, domain, conversation_group), (series, conversation_group))
 ),
 
 taus as (

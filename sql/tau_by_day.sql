@@ -2,12 +2,17 @@
 -- interval. K falls with the load, and tau with K: look at drafts_per_round before you compare two days, or ask
 -- served_acceptance, which compares the same positions.
 -- days=30: days up to the newest answer
-with parts as (
+with newest as (
+    select max(hour)::date as day
+    from production_rounds
+),
+
+parts as (
     select
-        target_id,
+        any_value(target_id) as target_id,
         day,
-        version,
-        drafter_version,
+        any_value(version) as version,
+        any_value(drafter_version) as drafter_version,
         domain,
         conversation_group,
         count(*) as requests,
@@ -15,8 +20,8 @@ with parts as (
         sum(rounds) as rounds,
         sum(drafts) as drafts
     from production_requests
-    where day > (select max(day) - $days::integer from production_requests)
-    group by all
+    where day > (select day - $days::integer from newest)
+    group by series, day, domain, conversation_group
 ),
 
 groups as (
@@ -46,9 +51,8 @@ final as (
         sum(requests)::bigint as requests,
         sum(rounds)::bigint as rounds,
         sum(drafts) / nullif(sum(rounds), 0) as drafts_per_round,
-        tau_of(tokens, rounds) as tau_tokens_per_round,
-        tau_tokens_per_round - half_interval(tokens, rounds) as tau_low,
-        tau_tokens_per_round + half_interval(tokens, rounds) as tau_high,
+        tau_of(tokens, rounds) as tau,
+        half_interval(tokens, rounds) as half,
         target_id
     from groups
     group by target_id, day, version, drafter_version, domain
@@ -62,9 +66,9 @@ select
     requests,
     rounds,
     drafts_per_round,
-    tau_tokens_per_round,
-    tau_low,
-    tau_high,
+    tau as tau_tokens_per_round,
+    tau - half as tau_low,
+    tau + half as tau_high,
     target_id
 from final
 order by day, target_id, version, drafter_version, domain

@@ -2,18 +2,17 @@
 -- 95 % interval.
 with groups as (
     select
-        target_id,
-        origin,
-        drafter_version,
-        k,
-        temperature,
+        any_value(target_id) as target_id,
+        any_value(origin) as origin,
+        any_value(drafter_version) as drafter_version,
+        any_value(k) as k,
+        any_value(temperature) as temperature,
         cast(pow(2, floor(log2(greatest(prompt_tokens, 1)))) as bigint) as prompt_tokens_from,
         count(*) as requests,
         sum(tokens_in_rounds)::double as tokens,
         sum(rounds)::double as rounds
     from acceptance_requests
-    group by
-        target_id, origin, drafter_version, k, temperature, prompt_tokens_from, conversation
+    group by series, prompt_tokens_from, conversation
 ),
 
 final as (

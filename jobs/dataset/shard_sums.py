@@ -9,6 +9,7 @@ read when a question first needs it. `code` is the hash of this file. Files of s
 are removed. All of this can be deleted at any time.
 """
 
+import json
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ CODE = short_hash(Path(__file__).read_text())
 NUMBERS = pa.schema(
     [
         ("day", pa.date32()),  # in which it ended, in UTC
+        ("series", pa.int64()),  # hash of SERIES: one number is grouped faster than six labels
         ("conversation", pa.int64()),  # hash of conversation_id
         ("conversation_group", pa.int16()),
         ("rounds", pa.int32()),
@@ -45,8 +47,8 @@ NUMBERS = pa.schema(
 GROUPS = 128
 """Conversations are put into so many groups by hash; intervals come from how groups differ."""
 BATCH = 100_000
-LABELS = ["origin", "target_id", "drafter_version", "version", "domain", "k", "temperature"]
-LABELS += ["replica"]
+SERIES = ["origin", "target_id", "drafter_version", "version", "k", "temperature"]
+LABELS = [*SERIES, "domain", "replica"]
 KEPT = ["request_id", "sample_id", "block_size", "prompt_tokens", "output_tokens", "started_at"]
 KEPT += ["finished_at", "concurrency", "log"]
 REQUESTS = pa.schema(
@@ -156,8 +158,14 @@ def _sweep(folder: Path, live: Iterable[Path]) -> None:
 def _requests(rows: pa.Table) -> pa.Table:
     """REQUESTS of ACCEPTANCE rows."""
     accepted, drafted = Lists.of(rows["accepted"]), Lists.of(rows["drafted"])
-    conversation = _hashed(rows["conversation_id"].combine_chunks())
+    names = rows["conversation_id"].combine_chunks().fill_null("").dictionary_encode()
+    conversation = _numbers(names.dictionary.to_pylist())[np.asarray(names.indices)]
+    group, example = _grouped(rows.select(SERIES))
+    series = [
+        json.dumps(list(row.values())) for row in rows.select(SERIES).take(example).to_pylist()
+    ]
     numbers = {
+        "series": _numbers(series)[group],
         "conversation": conversation,
         "conversation_group": conversation % GROUPS,
         "rounds": accepted.lengths,
@@ -187,12 +195,10 @@ def are_sound(accepted: Lists, drafted: Lists) -> np.ndarray:
     return sound
 
 
-def _hashed(names: pa.Array) -> np.ndarray:
-    """A number for each name, of 63 bits."""
-    encoded = names.fill_null("").dictionary_encode()
-    found = [sha256(name.encode()).digest()[:8] for name in encoded.dictionary.to_pylist()]
-    numbers = np.array([int.from_bytes(digest, "little") >> 1 for digest in found], np.int64)
-    return numbers[np.asarray(encoded.indices)]
+def _numbers(texts: list[str]) -> np.ndarray:
+    """A number of 63 bits for each text: its hash."""
+    found = [sha256(text.encode()).digest()[:8] for text in texts]
+    return np.array([int.from_bytes(digest, "little") >> 1 for digest in found], np.int64)
 
 
 def _counts(rows: pa.Table) -> pa.Table:

@@ -81,8 +81,10 @@ def tokens(limits: Tokens, new: New) -> list[Trigger]:
         if not fires and name not in shown:
             continue
         why = f"answer tokens of {new.samples[name]} new samples"
-        told = f"{limit:,}" if limit else "never"
-        found.append(Trigger(f"tokens of {short_name(name)}", f"{count:,}", told, fires, why))
+        shown_limit = f"{limit:,}" if limit else "never"
+        found.append(
+            Trigger(f"tokens of {short_name(name)}", f"{count:,}", shown_limit, fires, why)
+        )
     return found or [Trigger("tokens", "0", f"{limits.min:,}", False, "no sample is new")]
 
 

@@ -213,7 +213,7 @@ def deploy(cfg: Config, token_file: str) -> Any:
     book = Book.options(name=BOOK, namespace=NAMESPACE, get_if_exists=True).remote()
     read_book(book)  # it lives
     serve.start(http_options={"host": fleet.host, "port": fleet.port})
-    router = {"request_router_class": STICKY_ROUTER} if fleet.sticky else {}
+    router: dict[str, Any] = {"request_router_class": STICKY_ROUTER} if fleet.sticky else {}
     deployment = serve.deployment(
         VllmReplica,
         request_router_config=RequestRouterConfig(**router),

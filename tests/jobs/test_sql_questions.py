@@ -334,6 +334,11 @@ def test_the_shell_answers_statements_over_lines_and_goes_on_after_errors(cfg, m
     assert " 99 " not in err
 
 
+def test_the_steps_of_a_window_are_in_order(cfg):
+    found = [(r["window"], r["step"], r["state"]) for r in ask(cfg, "windows")]
+    assert found == [(1, "window", "promoted"), (1, "evaluate", "done")]
+
+
 def test_a_window_has_its_predicted_gain_beside_the_served_one(cfg):
     [row] = ask(cfg, "gain_of_windows")
     gains = [row[f"predicted_{name}"] for name in ("low", "gain", "high")]
