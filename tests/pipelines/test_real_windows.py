@@ -12,6 +12,7 @@ from dflash.target_model import load_target
 from dflash.training_step import generator
 from jobs.base import cli
 from jobs.dataset.queries import ask, find_question
+from jobs.training.validation import Choice
 from pipelines import retrain
 from store import windows
 from store.ids import drafter_version
@@ -37,10 +38,10 @@ def cfg(work, tmp_path, empty_database, monkeypatch):
     real = [one if one[0] != "preflight" else passed for one in retrain.DELIVER]
     monkeypatch.setattr(retrain, "DELIVER", real)
     gate = f"promote.gate={tmp_path / 'gate.yaml'}"
-    more = ["retrain.min_tokens=100", "evaluate.bootstrap=200"]
-    # Enough to learn something of the new domain, whatever that costs the others.
-    more += ["train.steps=60", "train.val_every=20", "train.max_slice_loss=1"]
-    return configure(work, gate, *more)
+    # A random target has little to learn: without this, the second window ends as `unchanged`.
+    offer = Choice.offer
+    monkeypatch.setattr(Choice, "offer", lambda self, step, *rest: offer(self, step, *rest) or step)
+    return configure(work, gate, "retrain.min_tokens=100", "evaluate.bootstrap=200")
 
 
 def add_log(work, count):
@@ -60,7 +61,7 @@ def test_the_second_window_starts_from_the_champion_of_the_first(cfg, work, caps
     assert (first["window"], first["state"], first["promoted"]) == (1, "promoted", "1")
     add_log(work, 30)
     second = retrain.run(cfg)
-    assert (second["window"], second["state"]) in [(2, "promoted"), (2, "unchanged")]
+    assert (second["window"], second["state"], second["promoted"]) == (2, "promoted", "2")
     assert [*second["tokens"]] == ["c"]
     one, two = windows.read(cfg.table("windows"))
     recipe, before = two.numbers("train"), one.numbers("train")
@@ -70,9 +71,6 @@ def test_the_second_window_starts_from_the_champion_of_the_first(cfg, work, caps
     version = cfg.table("windows").version()
     assert retrain.run(cfg)["state"] == "nothing new"
     assert cfg.table("windows").version() == version
-    if second["state"] == "unchanged":
-        pytest.skip("on this target of random weights training found nothing better this time")
-    assert second["promoted"] == "2"
     mine = drafter_version(drafter_sha256(cfg.path("drafters", before["name"])))
     evaluated = two.numbers("evaluate")
     assert evaluated["baseline"] == mine == one.numbers("evaluate")["drafter"]

@@ -281,6 +281,7 @@ def killed_in(step: str, settings: list[str]) -> None:
         pytest.fail(f"{retrain.run(load(None, settings))}")
 
 
+@pytest.mark.slow
 def test_killed_with_its_lease_and_run_again(cfg, stages):
     """Nobody waits for the lease of a process that is gone."""
     add_traffic(cfg, range(10))
