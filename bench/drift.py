@@ -1,4 +1,4 @@
-"""make bench-drift: how often the drift test errs, and how soon it sees a fall.
+"""make bench-drift ARGS=40: how often the drift test errs, and how soon it sees a fall.
 
 Simulated requests of one domain, each a conversation of its own: its chance per draft is drawn from
 a beta distribution as wide as measured between conversations, its rounds from a Poisson

@@ -94,7 +94,8 @@ def needed_versions(windows: list[Window]) -> dict[str, set[int]]:
     """
     targets = {one.whole["target_id"] for one in windows}
     marks = {watermark(of_target(windows, target)) for target in targets}
-    found = {"traffic": {version for version in marks if version is not None}}
+    traffic = {version for version in marks if version is not None}
+    found = {"traffic": traffic} if traffic else {}
     one = unfinished(windows)
     if one is not None and "version" in (numbers := one.numbers("select")):
         found["selection"] = {numbers["version"]}

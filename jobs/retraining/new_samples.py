@@ -31,11 +31,13 @@ delete from fresh where sample_id in (
 )
 """
 COUNTS = """
-select domain, count(*), sum(tokens)::bigint, min(first), max(last) from fresh group by domain
+select domain, count(*), coalesce(sum(tokens), 0)::bigint, min(first), max(last)
+from fresh
+group by domain
 order by domain
 """
 OLDER = """
-select domain, sum(output_tokens)::bigint from before_rows where target_id = $target_id
+select domain, coalesce(sum(output_tokens), 0)::bigint from before_rows where target_id = $target_id
 group by domain order by domain
 """
 
@@ -70,11 +72,10 @@ def new_since(cfg: Config, target_id: str, known: list[Window]) -> New:
     note = _lost(cfg, before, after)
     if note:
         before = None
+    table = cfg.table("traffic")
     with open_database(cfg, {"traffic": after}) as connection:
-        earlier = cfg.table("traffic")
-        connection.register(
-            "before_rows", earlier.dataset(before) if before is not None else _nothing(cfg)
-        )
+        known_rows = table.schema.empty_table() if before is None else table.dataset(before)
+        connection.register("before_rows", known_rows)
         unnamed = ["default", cfg.ingest.default_domain]
         connection.execute(KNOWN_LOGS)
         connection.execute(FRESH, {"target_id": target_id, "unnamed": unnamed})
@@ -92,10 +93,6 @@ def new_since(cfg: Config, target_id: str, known: list[Window]) -> New:
         last=max(times, default=None),
         note=note,
     )
-
-
-def _nothing(cfg: Config):
-    return cfg.table("traffic").schema.empty_table()
 
 
 def _lost(cfg: Config, before: int | None, after: int | None) -> str:
