@@ -136,6 +136,25 @@ def build(cls: type[T], flat: Mapping[str, Any]) -> T:
     return _build(cls, flat)
 
 
+def read_over(default: Path, cls: type[T], file: str, name: str) -> T:
+    """The values of the YAML file `default`, with those of `file` in their place; "": those alone.
+    `name` is the setting that names `file`.
+
+    Raises ValueError for a file that is not there, an unknown name, a wrong type or an impossible
+    value; the message names the file and the fix.
+    """
+    values = flatten(cls, read_yaml(default))
+    if not file:
+        return build(cls, values)
+    if not Path(file).is_file():
+        raise ValueError(f"{name} = {file}: no such file; copy {default} there, and edit it")
+    given = read_yaml(Path(file))  # its messages name the file
+    try:
+        return build(cls, values | flatten(cls, given))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
 def split_identity(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """One section as (what decides the result, how it is executed), each by field name."""
     identity, execution = {}, {}

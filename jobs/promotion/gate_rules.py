@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.base.settings import build, flatten, read_yaml, setting
+from jobs.base.settings import read_over, setting
 
 DEFAULT = Path(__file__).with_name("gate.yaml")
 
@@ -116,18 +116,5 @@ class Rules:
 
 
 def read_rules(file: str) -> Rules:
-    """The rules of gate.yaml, with the values of `file` in their place; "": those alone.
-
-    Raises ValueError for a file that is not there, an unknown rule, a wrong type or an impossible
-    value; the message names the file and the fix.
-    """
-    values = flatten(Rules, read_yaml(DEFAULT))
-    if not file:
-        return build(Rules, values)
-    if not Path(file).is_file():
-        raise ValueError(f"promote.gate = {file}: no such file; copy {DEFAULT} there, and edit it")
-    given = read_yaml(Path(file))  # its messages name the file
-    try:
-        return build(Rules, values | flatten(Rules, given))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    """The rules of gate.yaml, with the values of `file` in their place, as `read_over`."""
+    return read_over(DEFAULT, Rules, file, "promote.gate")

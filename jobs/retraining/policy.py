@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.base.settings import build, flatten, read_yaml, setting
+from jobs.base.settings import read_over, setting
 
 DEFAULT = Path(__file__).with_name("policy.yaml")
 
@@ -89,18 +89,5 @@ class Policy:
 
 
 def read_policy(file: str) -> Policy:
-    """The values of policy.yaml, with those of `file` in their place; "": those alone.
-
-    Raises ValueError for a file that is not there, an unknown name, a wrong type or an impossible
-    value; the message names the file and the fix.
-    """
-    values = flatten(Policy, read_yaml(DEFAULT))
-    if not file:
-        return build(Policy, values)
-    if not Path(file).is_file():
-        raise ValueError(f"watch.policy = {file}: no such file; copy {DEFAULT} there, and edit it")
-    given = read_yaml(Path(file))  # its messages name the file
-    try:
-        return build(Policy, values | flatten(Policy, given))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    """The values of policy.yaml, with the values of `file` in their place, as `read_over`."""
+    return read_over(DEFAULT, Policy, file, "watch.policy")
