@@ -16,11 +16,22 @@ from dflash.target_model import Target, load_target
 from dflash.training_step import generator, step_batch, step_indices, step_loss
 from tests.helpers.tiny import make_target
 
-PAIRS = {"llama-float32": torch.float32, "qwen3-bfloat16": torch.bfloat16}
+PAIRS = ("llama-float32", "qwen3-bfloat16")
 """Kinds of targets and dtypes are independent: two of the four pairs show both."""
 
 
-@pytest.fixture(scope="session", params=PAIRS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test of a target runs with these pairs, or with the PAIRS of its module.
+
+    A module cannot override the fixtures below instead: the ones that depend on them are cached for
+    the whole session.
+    """
+    if "pair" in metafunc.fixturenames:
+        pairs = getattr(metafunc.module, "PAIRS", PAIRS)
+        metafunc.parametrize("pair", pairs, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def pair(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -33,7 +44,7 @@ def target_folder(pair: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dtype(pair: str) -> torch.dtype:
-    return PAIRS[pair]
+    return getattr(torch, pair.partition("-")[2])
 
 
 @pytest.fixture(scope="session")

@@ -20,21 +20,11 @@ from dflash.diagnose import (
 from dflash.hypotheses import AS_CONFIGURED, hypotheses
 from dflash.model import block_embeds, new_drafter
 from dflash.replay import replay
-from tests.helpers.tiny import learn, make_target
+from tests.helpers.tiny import learn
 
+PAIRS = ("llama-float32",)  # hypotheses are about the drafter
 THETAS, MASKS, K = (1e4, 1e6), (96, 0, 95), 5
 BOUND = 1e-3  # of the largest logit
-
-
-@pytest.fixture(scope="session")
-def dtype():
-    return torch.float32
-
-
-@pytest.fixture(scope="session")
-def target_folder(tmp_path_factory):
-    """Only one kind of target: hypotheses are about the drafter."""
-    return make_target(tmp_path_factory.mktemp("diagnose"))
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,7 @@ from dflash.drafter_config import default_taps
 from dflash.target_model import common_prefix, load_target
 
 TAPS = (1, 2, 4)
-
-
-@pytest.fixture(scope="session")
-def dtype():
-    return torch.float32
+PAIRS = ("llama-float32", "qwen3-float32")
 
 
 @pytest.mark.parametrize(
