@@ -1,7 +1,7 @@
 """What a section of the page consists of, and how values are written in it. Times are UTC."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from typing import Any
@@ -49,7 +49,7 @@ class Section:
 
 
 def grid(
-    caption: str, rows: Sequence[Row], columns: dict[str, Read], most: int, note: str = ""
+    caption: str, rows: Sequence[Row], columns: Mapping[str, Read], most: int, note: str = ""
 ) -> Grid:
     """The first `most` rows; a column is a key of a row or a function of it. A column whose values
     are all numbers (with a unit or an interval), and no days, aligns right.

@@ -60,6 +60,7 @@ def _served(seen: Sources, section: Section, rows: list[Row]) -> None:
     for name, lines, by in (("versions", newest, "version"), ("domains", most, "domain")):
         if len({when for points in lines.values() for when, _, _ in points}) > 1:
             caption = f"Tokens per round of production by day and {by}, with 95% intervals."
+            caption += " Dotted: the champion changed." if marks else ""
             section.pictures.append((caption, plotting.lines_over_time(name, lines, marks)))
     last = rows[-1]["day"]
     today = sorted((r for r in rows if r["day"] == last), key=lambda r: -r["rounds"])
