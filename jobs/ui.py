@@ -17,7 +17,7 @@ from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console
 from jobs.looking.looks import Looks
-from jobs.looking.served import application
+from jobs.looking.web_app import application
 from serving.start_checks import free_port
 
 

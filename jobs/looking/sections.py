@@ -6,9 +6,9 @@ from datetime import UTC, datetime, time
 from jobs.base.console import short_name, visible
 from jobs.dataset.slices import largest
 from jobs.looking import parts
+from jobs.looking.overview import REASON, overview
 from jobs.looking.parts import Section, day_of, grid, moment
 from jobs.looking.sources import Row, Sources
-from jobs.looking.state import REASON, state
 from jobs.reconciling.picture import looks
 from jobs.reconciling.rollout_rows import MEASURE, PREFIX, rows_of_rollout
 from jobs.reporting import plotting
@@ -43,7 +43,8 @@ def acceptance(seen: Sources, section: Section) -> None:
 
 
 def _served(seen: Sources, section: Section, rows: list[Row]) -> None:
-    moves = [row for row in seen.decisions if row["action"] in promotions.MOVES]
+    decisions = [] if "promotions" in seen.damaged else seen.decisions
+    moves = [row for row in decisions if row["action"] in promotions.MOVES]
     first = rows[0]["day"]
     marks = [r["decided_at"] for r in moves if r["decided_at"].date() >= first]
     versions, domains = {}, {}
@@ -281,7 +282,7 @@ def _size(size: float) -> str:
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Sources, Section], None]]] = {
-    "now": ("Now", state),
+    "now": ("Now", overview),
     "acceptance": ("Acceptance over time", acceptance),
     "canary": ("Canary", canary),
     "champions": ("Champions and decisions", champions),

@@ -21,7 +21,7 @@ from jobs.dataset import shard_sums
 from jobs.dataset.queries import Question, ask_question, find_question
 from jobs.looking import looks, sections, sources
 from jobs.looking.looks import Looks
-from jobs.looking.served import application
+from jobs.looking.web_app import application
 from jobs.registry.versions import Registry
 from jobs.retraining.triggers import Trigger
 from tests.helpers.store import fill
@@ -150,6 +150,14 @@ def test_a_damaged_table_costs_its_sections_only(copied, tmp_path, watched):
     bad = [card.about for card in found["now"].cards if card.bad]
     assert bad == ["last window"]
     assert "windows (cannot be read)" in [r["name"] for r in cells(found["data"], "What takes")]
+
+
+def test_without_decisions_acceptance_is_still_shown(copied, tmp_path, watched):
+    for file in Path(copied.work, "promotions", "_delta_log").glob("*.json"):
+        file.write_text("{broken")
+    found, _ = look(copied, tmp_path / "own")
+    assert {name for name, s in found.items() if s.fault} == {"canary", "champions"}
+    assert len(found["acceptance"].pictures) == 2
 
 
 def test_a_damaged_shard_costs_what_reads_it(copied, tmp_path, watched):

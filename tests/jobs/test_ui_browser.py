@@ -9,7 +9,7 @@ import uvicorn
 
 from jobs.base.config import load
 from jobs.looking.looks import Looks
-from jobs.looking.served import application
+from jobs.looking.web_app import application
 from store.schemas import TABLES
 from tests.helpers.browser import BROWSER, NO_BROWSER, browse, measured
 from tests.helpers.store import DAY, fill

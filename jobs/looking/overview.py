@@ -32,7 +32,7 @@ order by finished_at desc
 """
 
 
-def state(seen: Sources, section: Section) -> None:
+def overview(seen: Sources, section: Section) -> None:
     """Facts that could not be read are cards of their own."""
     section.warnings += [f"table {name}: {fault}" for name, fault in seen.damaged.items()]
     made: list[tuple[str, Callable[[Sources, Section], list[Card]]]] = [
