@@ -5,7 +5,7 @@ import platform
 from datetime import UTC, datetime
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, UndefinedError
 from markupsafe import Markup
 
 from jobs.base.config import Config
@@ -48,38 +48,47 @@ def publish(cfg: Config, drafter_sha256: str) -> str | None:
 
 def render(cfg: Config, facts: Facts) -> str:
     """The page as HTML text."""
+    evaluation = facts.evaluation
+    return (
+        templates("jobs.reporting")
+        .get_template("page.html")
+        .render(
+            title=evaluation["drafter"],
+            lead=page_tables.lead(facts),
+            headline=page_tables.headline(facts),
+            subject=facts.version,
+            evaluation=evaluation,
+            verdict=page_tables.verdict(facts),
+            leakage=page_tables.leakage(facts),
+            faults=page_tables.verified_faults(facts),
+            power=page_tables.power(facts),
+            slices=page_tables.slice_table(facts),
+            by_k=page_tables.k_table(facts),
+            batches=list(facts.verified["predicted"]) if facts.verified else [],
+            advice=page_tables.k_advice(facts),
+            served=page_tables.served(facts),
+            preflight=facts.preflight,
+            pictures=draw(facts),
+            examples=worst_contexts(cfg, evaluation["target_id"], facts.version, evaluation["k"]),
+            methods=facts.methods,
+            method_columns=methods_table.columns(facts.methods) if facts.methods else [],
+            method_lines=methods_table.lines(facts.methods) if facts.methods else [],
+            coverage=coverage.lines(facts),
+            versions=_versions(),
+        )
+    )
+
+
+def templates(*packages: str) -> Environment:
+    """Jinja2 over the templates of these packages. Every value that they show is escaped."""
     environment = Environment(
-        loader=PackageLoader("jobs.reporting", ""),
+        loader=ChoiceLoader([PackageLoader(package, "") for package in packages]),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_plain,
     )
     environment.filters |= {"interval": interval, "signed": signed, "short": short_name}
-    evaluation = facts.evaluation
-    return environment.get_template("page.html").render(
-        title=evaluation["drafter"],
-        lead=page_tables.lead(facts),
-        headline=page_tables.headline(facts),
-        subject=facts.version,
-        evaluation=evaluation,
-        verdict=page_tables.verdict(facts),
-        leakage=page_tables.leakage(facts),
-        faults=page_tables.verified_faults(facts),
-        power=page_tables.power(facts),
-        slices=page_tables.slice_table(facts),
-        by_k=page_tables.k_table(facts),
-        batches=list(facts.verified["predicted"]) if facts.verified else [],
-        advice=page_tables.k_advice(facts),
-        served=page_tables.served(facts),
-        preflight=facts.preflight,
-        pictures=draw(facts),
-        examples=worst_contexts(cfg, evaluation["target_id"], facts.version, evaluation["k"]),
-        methods=facts.methods,
-        method_columns=methods_table.columns(facts.methods) if facts.methods else [],
-        method_lines=methods_table.lines(facts.methods) if facts.methods else [],
-        coverage=coverage.lines(facts),
-        versions=_versions(),
-    )
+    return environment
 
 
 def _plain(value: Any) -> Any:
