@@ -10,7 +10,7 @@ from jobs.reconciling.freezing import frozen, told
 from jobs.reconciling.observed import find_fleet, has_fleet, observe
 from jobs.reconciling.rollout_rows import MEASURE, PREFIX
 from jobs.reporting.facts import ALL
-from jobs.reporting.page import interval, signed
+from jobs.reporting.templates import interval, signed
 from store import windows
 from store.place import first_line
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import date, datetime
 from typing import Any
 
-from jobs.reporting.page import interval, signed
+from jobs.reporting.templates import interval, signed
 
 Row = dict[str, Any]
 Read = str | Callable[[Row], Any]

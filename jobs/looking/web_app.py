@@ -10,7 +10,7 @@ from starlette.routing import Route
 from jobs.base.config import Config
 from jobs.looking.looks import Looks
 from jobs.looking.sections import SECTIONS
-from jobs.reporting.page import templates
+from jobs.reporting.templates import templates
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
