@@ -25,6 +25,7 @@ HINTS = {
     "unable to open database": "create its folder and allow writing there, or correct mlflow.uri",
     "malformed": "restore it from a backup, or move it away to begin a new one",
     "not a database": "restore it from a backup, or move it away to begin a new one",
+    "disk is full": "free some space, then run the same command again",
     "database is locked": "another process writes to it: run the same command again",
     "out-of-date database schema": "stop what uses it, copy it, run `mlflow db upgrade` on it",
     "Can't locate revision": "a newer MLflow wrote it: use that, or name another in mlflow.uri",
