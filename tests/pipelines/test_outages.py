@@ -3,12 +3,11 @@ where it stopped. Stages that no fault meets are stand-ins; servers, tables and 
 """
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from jobs.base import cli
 from jobs.base.config import Config, load
 from pipelines import retrain
 from store import arrow_files, place, tables
+from store.lease import lease
 from tests.helpers import mlflow_server
 from tests.helpers.promotion import actions, aliases, evaluate, make_drafter, make_target
 from tests.helpers.retraining import Stages, add_traffic, last, states
@@ -84,6 +84,8 @@ def test_a_bucket_that_is_away(bucket_server, stages, settings, tmp_path, monkey
     add_traffic(cfg, range(10, 20), log="later")
     stages.take()
     patience(monkeypatch, 1)
+    # It cannot be given back. That of a process that has ended is free at once; this one goes on.
+    monkeypatch.setattr(retrain, "lease", partial(lease, seconds=4.0))
     stages.during["train"] = bucket_server.stop
     assert cli.main(["retrain", *words]) == 2
     message = told(capsys)
@@ -94,6 +96,7 @@ def test_a_bucket_that_is_away(bucket_server, stages, settings, tmp_path, monkey
     stages.during.clear()
     patience(monkeypatch, 60)
     bucket_server.start()
+    time.sleep(4.0)
     assert cli.main(["retrain", *words]) == 0
     assert stages.take() == ["train", "evaluate", "preflight", "promote"]
     assert states(cfg) == [(1, "promoted"), (2, "promoted")]
