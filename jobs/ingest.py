@@ -30,6 +30,7 @@ from jobs.ingestion.record_counts import (
 )
 from jobs.ingestion.rules import make_rules
 from jobs.ingestion.sample_counts import count_samples
+from jobs.regeneration import answer_places, kept_tokenizers
 from store.digests import Digests
 from store.lease import lease
 from store.log_files import find_logs
@@ -46,8 +47,8 @@ def run(cfg: Config) -> dict[str, Any]:
     for logs without any record, with too many rejected records or with several model names, when no
     record can be used, and when another process is still ingesting after a minute.
     """
-    logs, aside = find_logs(cfg.ingest.logs or [str(cfg.path("capture"))])
     rules = make_rules(cfg)
+    logs, aside = find_logs(sources(cfg))
     with lease(cfg.place("leases", "ingest")) as held:
         kept = Digests(cfg.place())
         tables = [cfg.table(name) for name in SHARDED]
@@ -64,6 +65,7 @@ def run(cfg: Config) -> dict[str, Any]:
         print_reasons("Not used", counts, UNUSED)
         check_counts(cfg, list(logs), counts)
         published = publisher.traffic(reads, counts.total["accepted"] > 0)
+        kept_tokenizers.keep(cfg, cfg.target_path)
         domains = count_samples(cfg, rules.target_id, kept)
         kept.keep(digested)
     samples = sum(domain["samples"] for domain in domains.values())
@@ -85,6 +87,13 @@ def run(cfg: Config) -> dict[str, Any]:
         "samples": samples,
         "domains": domains,
     }
+
+
+def sources(cfg: Config) -> list[str]:
+    """The logs of the configuration, and those that `flywheel regenerate` wrote."""
+    regenerated = answer_places.answer_logs(cfg)
+    there = [str(regenerated)] if any(True for _ in regenerated.objects()) else []
+    return [*(cfg.ingest.logs or [str(cfg.path("capture"))]), *there]
 
 
 def print_aside(aside: dict[str, list[str]]) -> None:

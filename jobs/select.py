@@ -42,11 +42,16 @@ def run(cfg: Config) -> dict[str, Any]:
         table, versions = cfg.table("selection").under(held.check), _versions(cfg)
         ranking = _ranking(cfg, identity, versions)
         earlier = earlier_sides(cfg, identity)
-        rows, moved = choose(cfg, identity, ranking.taken, earlier, versions["traffic"])
+        rows, moved, off_policy = choose(cfg, identity, ranking.taken, earlier, versions["traffic"])
         note = {"versions": versions, "target_id": identity, "budgets": ranking.budgets}
         version = table.replace("target_id", [identity], [table.write(rows)], note)
     show_reasons(ranking.counts)
     domains = show_samples(rows)
+    if off_policy:
+        console.print(
+            f"note: {off_policy} held-out samples were made from text: they are left out, because "
+            "a drafter is judged on what the target wrote"
+        )
     if moved:
         console.print(
             f"note: {moved} samples stay on the side that an earlier selection gave them, because "
@@ -59,7 +64,7 @@ def run(cfg: Config) -> dict[str, Any]:
         "samples": rows.num_rows,
         "tokens": _tokens(rows),
         "domains": domains,
-        "left_out": _left_out(ranking.counts),
+        "left_out": _left_out(ranking.counts) | ({"off_policy": off_policy} if off_policy else {}),
         "from_versions": versions,
     }
 

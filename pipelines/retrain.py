@@ -1,9 +1,10 @@
 """flywheel retrain [--plan] [retrain.minutes=60] [retrain.fresh=true]
 
-One window of new traffic: ingest -> select -> harvest -> train -> evaluate -> preflight -> verify
-(where the gate needs measured costs) -> promote -> rollout (where replicas are known). Training
-starts from the champion. Rows of the table windows/ say how far a window has come; the same command
-goes on with one that was interrupted, and does nothing where no sample is new.
+One window of new traffic: regenerate (where the target has changed) -> ingest -> select -> harvest
+-> train -> evaluate -> preflight -> verify (where the gate needs measured costs) -> promote ->
+rollout (where replicas are known). Training starts from the champion. Rows of the table windows/
+say how far a window has come; the same command goes on with one that was interrupted, and does
+nothing where no sample is new.
 docs/how-to/retrain.md has the states and exit codes.
 """
 
@@ -14,7 +15,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dflash.identity import target_id
-from jobs import evaluate, harvest, ingest, preflight, promote, rollout, select, train, verify
+from jobs import (
+    evaluate,
+    harvest,
+    ingest,
+    preflight,
+    promote,
+    regenerate,
+    rollout,
+    select,
+    train,
+    verify,
+)
 from jobs.base.cli import run_as_module
 from jobs.base.cluster import cluster
 from jobs.base.config import Config
@@ -38,7 +50,6 @@ from store.place import first_line
 from store.windows import LEFT, OPEN, WHOLE, Window, Writer
 
 Stage = Callable[[Config], dict[str, Any]]
-# Prompts of the window that need new answers of today's target would be answered before `select`.
 LEARN: list[tuple[str, Stage]] = [
     ("select", select.run),
     ("harvest", harvest.run),
@@ -80,7 +91,11 @@ def plan(cfg: Config) -> dict[str, Any]:
         new = new_since(cfg, target_id(cfg.target_path), known)
         too_few = _too_few(cfg, new)
         does, why = ("skipped", too_few) if too_few else ("runs", f"{new.total} new answer tokens")
-        rows = [["ingest", "runs", "logs may have grown since the last time"]]
+        rows = []
+        if prompts := len(regenerate.waiting(cfg)):
+            rows.append(["regenerate", "runs", f"{prompts} prompts of a former target"])
+            does, why = "runs", f"the answers to them, and {new.total} new answer tokens"
+        rows.append(["ingest", "runs", "logs may have grown since the last time"])
         rows += [[name, does, why] for name in every]
         notes = start_of(cfg)[1]
     else:
@@ -126,10 +141,9 @@ class _Turn:
         return _summary(window)
 
     def _begin(self) -> Window | None:
-        """Ingest, and the window of what is new; None if nothing is."""
-        cfg, started, clock = self.cfg, datetime.now(UTC), time.perf_counter()
-        ingested = logged(cfg, "ingest", ingest.run)
-        seconds = time.perf_counter() - clock
+        """The window of what is new; None if nothing is."""
+        cfg, started = self.cfg, datetime.now(UTC)
+        gathered = self._gather()
         new = new_since(cfg, target_id(cfg.target_path), self.known)
         last = self.known[-1] if self.known else None
         if not new.total:
@@ -156,14 +170,29 @@ class _Turn:
             started_at=started,
             numbers=self._numbers(new),
         )
-        kept = numbers_of("ingest", ingested)
-        window.put("ingest", state="done", started_at=started, seconds=seconds, numbers=kept)
+        for name, row in gathered.items():
+            window.put(name, **row)
         window.put("ingest", reason="; ".join(filter(None, [new.note, foreign])))
         if why := _too_few(cfg, new):
             self._close(window, "skipped", why)
             return window
         self.writer.write(window)
         return window
+
+    def _gather(self) -> dict[str, dict[str, Any]]:
+        """What is there to learn from: prompts of a former target are answered anew, and logs are
+        ingested. Rows of the two steps.
+        """
+        rows = {}
+        for name, stage in (("regenerate", regenerate.run), ("ingest", ingest.run)):
+            if name == "regenerate" and not regenerate.waiting(self.cfg):
+                continue
+            started, clock = datetime.now(UTC), time.perf_counter()
+            numbers = numbers_of(name, logged(self.cfg, name, stage))
+            seconds = time.perf_counter() - clock
+            rows[name] = {"started_at": started, "seconds": seconds, "numbers": numbers}
+            rows[name]["state"] = "done"
+        return rows
 
     def _numbers(self, new: New) -> dict[str, Any]:
         """What a window is about, and what the policy saw when it began."""

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from tqdm import tqdm
@@ -13,6 +13,11 @@ from tqdm import tqdm
 from serving.vllm_server import SERVED_NAME
 
 Messages = list[dict[str, str]]
+Answered = TypeVar("Answered")
+
+
+class Refused(ValueError):
+    """The server understood a request and will not answer it (HTTP 4xx); its own words say why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,20 +76,35 @@ def complete(
 
     Raises ValueError if the server refuses a request (with its own words) or cannot be reached.
     """
-    return asyncio.run(_complete(url, requests, concurrency, label))
+    found = asyncio.run(_complete(url, requests, concurrency, label))
+    return [answer for answer in found if isinstance(answer, Completion)]
+
+
+def complete_each(
+    url: str, requests: Sequence[Request], concurrency: int, label: str = ""
+) -> list[Completion | Refused]:
+    """As `complete`, but a request that the server refuses has that refusal as its answer, and the
+    others go on.
+    """
+    return asyncio.run(_complete(url, requests, concurrency, label, each=True))
 
 
 async def _complete(
-    url: str, requests: Sequence[Request], concurrency: int, label: str
-) -> list[Completion]:
+    url: str, requests: Sequence[Request], concurrency: int, label: str, each: bool = False
+) -> list[Completion | Refused]:
     slots = asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=concurrency)
     bar = tqdm(total=len(requests), desc=label, unit="request", disable=None if label else True)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
 
-        async def one(request: Request) -> Completion:
+        async def one(request: Request) -> Completion | Refused:
             async with slots:
-                answer = await _ask(client, request)
+                try:
+                    answer = await _ask(client, request)
+                except Refused as refused:
+                    if not each:
+                        raise
+                    answer = refused
             bar.update()
             return answer
 
@@ -92,7 +112,7 @@ async def _complete(
             return await _all(one(request) for request in requests)
 
 
-async def _all(tasks: Iterable[Coroutine[Any, Any, Completion]]) -> list[Completion]:
+async def _all(tasks: Iterable[Coroutine[Any, Any, Answered]]) -> list[Answered]:
     """Results in order; the first failure cancels the rest."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -157,7 +177,8 @@ async def _post(
     except httpx.TransportError as error:
         raise ValueError(f"no answer from {client.base_url.join(endpoint)}: {error!r}") from error
     if response.status_code != 200:
-        raise ValueError(f"{response.url} answered {response.status_code}: {response.text[:500]}")
+        told = f"{response.url} answered {response.status_code}: {response.text[:500]}"
+        raise Refused(told) if 400 <= response.status_code < 500 else ValueError(told)
     return response.json()
 
 

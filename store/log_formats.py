@@ -282,7 +282,7 @@ def _row(record: dict[str, Any], source: str, rules: Rules) -> Row:
         "prompt_ids": prompt,
         "output_ids": output,
         "loss_mask": [{"start": len(prompt), "end": len(prompt) + len(output)}],
-        "ids_source": "served",
+        "ids_source": _ids_source(record, source),
         "finish_reason": finish,
         "temperature": log_fields.number(record, "temperature"),
         "top_p": log_fields.number(record, "top_p"),
@@ -300,6 +300,14 @@ def _row(record: dict[str, Any], source: str, rules: Rules) -> Row:
         "prompt_id": of_prompt,
         "model": model,
     }
+
+
+def _ids_source(record: dict[str, Any], source: str) -> str:
+    """`regenerated` for what `flywheel regenerate` wrote, in the format of the capture."""
+    named = log_fields.text(record, "ids_source") if source == "capture" else None
+    if named not in (None, "served", "regenerated"):
+        raise Refused("bad_field:ids_source")
+    return named or "served"
 
 
 def _model(record: dict[str, Any], rules: Rules) -> str | None:

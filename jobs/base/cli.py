@@ -28,6 +28,7 @@ STAGES = {
     "target": ("jobs.target", "fetch and convert the demo target"),
     "traffic": ("jobs.traffic", "the demo's simulated clients -> capture/"),
     "ingest": ("jobs.ingest", "request logs -> traffic/"),
+    "regenerate": ("jobs.regenerate", "prompts of a former target, answered by the present one"),
     "select": ("jobs.select", "traffic/ -> selection/: what is learned from, within budgets"),
     "harvest": ("jobs.harvest", "selection/ -> features/, one pass of the target"),
     "train": ("jobs.train", "features/ -> a drafter"),
@@ -64,7 +65,7 @@ POSITIONAL = {
     "verify": "verify.drafter",
 }
 # Stages with `plan(cfg)`: what `run` would do, for --plan.
-PLANNED = ("select", "train", "promote", "rollout", "retrain", "watch", "gc", "cache")
+PLANNED = ("regenerate", "select", "train", "promote", "rollout", "retrain", "watch", "gc", "cache")
 # Stages that do not read what other stages wrote.
 ANY_LAYOUT = ("migrate", "doctor", "target")
 # Import name -> the extra that installs it, for the message about a missing package.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jobs.base.profiles import PROFILES, profile_of
-from jobs.base.sections.data import Cache, Demo, Gc, Harvest, Ingest, Select
+from jobs.base.sections.data import Cache, Demo, Gc, Harvest, Ingest, Regenerate, Select
 from jobs.base.sections.environment import Mlflow, Ray, Target
 from jobs.base.sections.judging import Evaluate, Preflight, Promote, Rollback, Sql
 from jobs.base.sections.retraining import Retrain, Watch
@@ -55,6 +55,7 @@ class Config:
     ray: Ray = field(default_factory=Ray)
     mlflow: Mlflow = field(default_factory=Mlflow)
     ingest: Ingest = field(default_factory=Ingest)
+    regenerate: Regenerate = field(default_factory=Regenerate)
     select: Select = field(default_factory=Select)
     harvest: Harvest = field(default_factory=Harvest)
     cache: Cache = field(default_factory=Cache)

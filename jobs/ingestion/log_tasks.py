@@ -13,7 +13,7 @@ from store.digests import Digest, Digests, digest_log
 from store.log_files import Stamp
 from store.log_formats import Rules
 from store.log_states import SHARDED, LogState, States
-from store.log_to_traffic import ingest_log, key_of
+from store.log_to_traffic import READING, ingest_log, key_of
 
 COPIES = "logs_read"
 """Folder below scratch of copies of logs in buckets, while they are read."""
@@ -24,12 +24,14 @@ Each = Callable[[Any, Sequence[tuple]], list[Any]]
 class Read:
     """What became of one content under the rules of this run.
 
-    `stale`: states that it replaces: the same log when it was shorter or under other rules. `done`:
-    the tables have all that they should have of it. `reused`: it was not parsed in this run.
+    `stale`: states that it replaces: the same log when it was shorter or under other rules.
+    `of_others`: such states under another target; their samples stay, for `flywheel regenerate`.
+    `done`: the tables have all that they should have of it. `reused`: it was not parsed now.
     """
 
     state: LogState
     stale: list[LogState]
+    of_others: list[LogState]
     done: bool
     reused: bool
 
@@ -77,10 +79,17 @@ def read_each(
     contents: dict[str, tuple[str, Digest]] = {}
     for log, (_, digest) in digested.items():
         contents.setdefault(key_of(digest[1], rules), (log, digest))
-    stale = {
+    former = {
         key: [s for s in states.of_content(prefixes) if s.log not in contents]
         for key, (_, (_, _, prefixes)) in contents.items()
     }
+    # An earlier reading may have kept what must not be kept, whatever the target was.
+    ours = (rules.target_id, *rules.former_ids)
+    stale = {
+        key: [s for s in found if s.target_id in ours or s.reading != READING]
+        for key, found in former.items()
+    }
+    others = {key: [s for s in former[key] if s not in stale[key]] for key in former}
     done = {key for key in contents if states.is_whole(key) and not stale[key]}
     found = {key: states.published[key] for key in done}
     waiting = contents.keys() & states.marked.keys() - done
@@ -90,4 +99,7 @@ def read_each(
     jobs = [(log, *digest[:2], *more) for log, digest in map(contents.__getitem__, unread)]
     parsed = dict(zip(unread, each(ingest_log, jobs), strict=True))
     states_now = found | parsed
-    return [Read(states_now[key], stale[key], key in done, key in found) for key in contents]
+    return [
+        Read(states_now[key], stale[key], others[key], key in done, key in found)
+        for key in contents
+    ]

@@ -36,20 +36,22 @@ class Publisher:
         return self.cfg.table(name).under(self.held.check)
 
     def rejects(self, reads: Sequence[Read]) -> None:
-        """Publish rejects in place of those from when a log was shorter or under other rules.
+        """Publish rejects in place of those from when a log was shorter, under other rules or for
+        another target.
 
         The replaced shards are deleted at once, because former rules may have kept what must not be
         kept. So older versions of rejects/ cannot be read any more, on purpose.
         """
         new = [read for read in reads if not read.done]
-        stale = _stale(new)
+        stale = [*_stale(new), *(state for read in new for state in read.of_others)]
         shards = [shard for read in new for shard in read.state.rejects or []]
         unpublished = [s.name for state in stale for s in state.rejects or []]
         self._replace(self.table("rejects"), new, stale, shards, stale, unpublished)
 
     def traffic(self, reads: Sequence[Read], any_accepted: bool) -> int:
         """Publish samples, and what was accepted of their drafts, in place of those from when a log
-        was shorter or under other rules; returns the number of logs that are new.
+        was shorter or under other rules; returns the number of logs that are new. Samples of
+        another target stay.
 
         If nothing was accepted at all, only samples of the same target are taken back that were
         accepted under other rules: for instance answers of another model, before ingest.models

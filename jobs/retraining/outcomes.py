@@ -10,6 +10,7 @@ Outcome = tuple[str, str]
 """(state of the window, why)"""
 
 KEPT = {
+    "regenerate": ("prompts", "answers", "finish_reasons", "left_out"),
     "ingest": ("logs", "records", "accepted", "samples"),
     "select": ("version", "samples", "tokens"),
     "harvest": (),

@@ -139,7 +139,7 @@ def target(wanted: bool, identity: str, champion: Version | None) -> Trigger:
         return Trigger("target", identity, theirs, False, "the champion is for this target")
     why = (
         f"champion {champion.number} is for another target, tokenizer or template; its fleet falls "
-        "back, and answers of this target have to be made: prompts are to be answered anew"
+        "back, and `flywheel retrain` has this target answer the prompts of the former one"
     )
     if not wanted:
         why += " (target.changed is false)"

@@ -4,6 +4,8 @@ from tests.dflash.conftest import (  # noqa: F401
     config,
     drafter,
     dtype,
+    pair,
+    pytest_generate_tests,
     samples,
     target,
     target_folder,

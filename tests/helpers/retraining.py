@@ -58,7 +58,8 @@ class Stages:
         for part in ("LEARN", "DELIVER"):
             names = [name for name, _ in getattr(retrain, part)]
             patch.setattr(retrain, part, [(name, self._stage(name)) for name in names])
-        patch.setattr(retrain.ingest, "run", self._stage("ingest"))
+        for name in ("ingest", "regenerate"):
+            patch.setattr(getattr(retrain, name), "run", self._stage(name))
         patch.setattr(retrain.rollout, "run", self._stage("rollout"))
 
     def _stage(self, name: str):
@@ -82,6 +83,7 @@ class Stages:
 _TAU = {"pooled": 2.5, "ci": [2.4, 2.6]}
 SUMMARIES: dict[str, dict[str, Any]] = {
     "ingest": {"logs": 1, "samples": 1},
+    "regenerate": {"prompts": 3, "answers": 2, "left_out": {"no_chat": 1}},
     "select": {"version": 7, "samples": 10, "tokens": 1000},
     "harvest": {},
     "train": {"name": "d1", "folder": "/drafters/d1", "step": 100, "seconds": 50.0},

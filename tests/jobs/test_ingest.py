@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import shutil
+from collections import Counter
 
 import duckdb
 import pytest
@@ -9,10 +11,11 @@ import pytest
 import store.digests
 import store.log_to_traffic
 import store.tables
-from dflash.identity import legacy_target_id
+from dflash.identity import legacy_target_id, target_id
 from jobs import ingest
 from jobs.ingestion import log_tasks
 from jobs.ingestion.rules import make_rules
+from jobs.regeneration import kept_tokenizers
 from store.digests import digest_log
 from store.log_files import find_logs
 from store.log_states import SHARDED
@@ -242,6 +245,26 @@ def test_records_under_the_former_identity_of_the_target_stay(configure, target)
     summary = ingest.run(cfg)
     assert summary["target_id"] != former
     assert (summary["samples"], summary["not_used"]) == (10, {})
+
+
+def test_samples_of_a_former_target_stay(configure, target, tmp_path):
+    """`flywheel regenerate` needs them, and their logs may stand beside the new ones for long."""
+    cfg, copy = configure(), shutil.copytree(target, tmp_path / "other")
+    write_log(cfg, "a.jsonl", [line(i) for i in range(10)] + ["{\n"])
+    first = ingest.run(cfg)["target_id"]
+    assert kept_tokenizers.kept(cfg, first) is not None
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"of": "another revision"}))
+    later = configure(f"target.path={copy}")
+    own = [line(i, target_id=target_id(copy)) for i in range(20, 24)]
+    write_log(cfg, "b.jsonl", own)
+    write_log(cfg, "a.jsonl", [line(i, target_id=first) for i in range(10)] + ["{\n"])
+    for _ in range(2):
+        summary = ingest.run(later)
+        assert (summary["samples"], summary["not_used"]) == (4, {"other_target": 10})
+        rows = cfg.table("traffic").read(["target_id"])["target_id"].to_pylist()
+        assert Counter(rows) == {first: 10, summary["target_id"]: 4}
+    assert summary["published"] == 0
 
 
 def test_labels_of_any_text_do_not_stop_ingest(configure, capsys):

@@ -261,7 +261,7 @@ def peak_of_arrow(cfg: Config, logs: int, rows: list[dict]) -> tuple[pa.Table, i
     POOLS.append(pa.proxy_memory_pool(before))
     pa.set_memory_pool(POOLS[-1])
     try:
-        found, _ = choose(cfg, rows[0]["target_id"], names, {names[0].as_py(): "train"}, None)
+        found, *_ = choose(cfg, rows[0]["target_id"], names, {names[0].as_py(): "train"}, None)
     finally:
         pa.set_memory_pool(before)
     return found, POOLS[-1].max_memory() or 0
@@ -360,3 +360,16 @@ def test_a_refused_shard_is_one_message(s3, tmp_path, target, monkeypatch, capsy
         assert "the store refuses access: check the permissions" in error
         with pytest.raises(PermissionError, match="the store refuses access"):
             count_samples(cfg, target_id(target), Digests(cfg.place()))
+
+
+def test_what_the_target_did_not_write_is_learned_from_but_never_judged_on(cfg):
+    made = [row(cfg, i, ids_source="reencoded") for i in range(60)]
+    both = [row(cfg, i, ids_source="served", log="b") for i in range(10)]
+    add(cfg, made + both)
+    summary = select.run(cfg)
+    names = {r["sample_id"]: r["split"] for r in selected(cfg).to_pylist()}
+    served = {r["sample_id"] for r in both}
+    held_out = {r["sample_id"] for r in made if r["split"] != "train"}
+    assert held_out - served
+    assert names.keys() == {r["sample_id"] for r in made} - (held_out - served)
+    assert summary["left_out"] == {"off_policy": len(held_out - served)}

@@ -342,3 +342,17 @@ def test_plan_says_what_would_run_and_changes_nothing(cfg, stages):
     left = [row["step"] for row in rows]
     assert left == ["train", "evaluate", "preflight", "verify", "promote", "rollout"]
     assert stages.take() == ALL[:4]
+
+
+def test_prompts_of_a_former_target_are_answered_before_the_window_begins(cfg, stages):
+    """They are new samples of it, so that its first drafter need not wait for traffic."""
+    former = {"target_id": "former", "ids_source": "served", "prompt_id": "p", "consent": True}
+    add_traffic(cfg, range(1), log="old", **former)
+    stages.during["regenerate"] = lambda: add_traffic(cfg, range(10))
+    step = {"step": "regenerate", "does": "runs", "why": "1 prompts of a former target"}
+    assert retrain.plan(cfg)["plan"][0] == step
+    assert retrain.plan(cfg)["plan"][2]["does"] == "runs"
+    assert retrain.run(cfg)["state"] == "promoted"
+    assert stages.take() == ["regenerate", *ALL]
+    row = last(cfg).rows["regenerate"]
+    assert (row["place"], row["state"], row["numbers"]["answers"]) == (1, "done", 2)

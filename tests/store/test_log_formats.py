@@ -31,6 +31,15 @@ def test_capture_record_becomes_a_row(tmp_path):
     assert got["prompt_id"] == prompt_id([1, 2, 3])
 
 
+def test_only_our_own_format_can_say_that_an_answer_was_regenerated(tmp_path):
+    (row,) = parse(tmp_path / "a", line(ids_source="regenerated"))
+    assert row["ids_source"] == "regenerated"
+    assert reason(tmp_path / "b", line(ids_source="reencoded")) == "bad_field:ids_source"
+    assert reason(tmp_path / "c", line(ids_source=7)) == "bad_field:ids_source"
+    (row,) = parse(tmp_path / "d", pair({"ids_source": "regenerated"}))
+    assert row["ids_source"] == "served"
+
+
 def test_missing_optional_fields_get_stated_defaults(tmp_path):
     record = {"v": 1, "prompt_ids": [1], "output_ids": [2, 3]}
     (row,) = parse(tmp_path / "l", json.dumps(record).encode())

@@ -42,6 +42,26 @@ class Ingest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Regenerate:
+    """Prompts of a former target, answered anew by the present one."""
+
+    tokens: int = setting(
+        1_000_000,
+        "prompts are answered anew until their former answers have so many tokens; 0: none",
+        minimum=0,
+    )
+    max_tokens: int = setting(2048, "longest answer", minimum=2)
+    sampler: Literal["captured", "greedy"] = setting(
+        "captured", "captured: with temperature, top_p, top_k and seed of the request"
+    )
+    former: str = setting(
+        "",
+        "folder of a former target, whose tokenizer is read if ingest has not kept it",
+        local=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Select:
     """Traffic to selection/: which samples are learned from and judged on."""
 

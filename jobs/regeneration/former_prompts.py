@@ -1,0 +1,122 @@
+"""Which prompts are answered anew, and as what they are sent to the present target."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from dflash.identity import legacy_target_id, target_id
+from jobs.base.config import Config
+from jobs.dataset.database import open_database
+from jobs.regeneration.chats import Chats
+from jobs.regeneration.kept_tokenizers import kept, renders_alike
+from serving.client import Request
+from store.traffic_table import tokens_of
+
+QUERY = Path(__file__).with_suffix(".sql").read_text()
+ORDERED = "select * exclude (tokens_before, place) from former order by tokens_before, sample_id"
+LEFT_OUT = {
+    "no_tokenizer": "the tokenizer of the target that they were for was not kept: name a copy of "
+    "its folder in regenerate.former",
+    "no_chat": "the messages of the prompt cannot be told for certain (tools, a date, a template "
+    "that changes them), and the present template is another",
+    "too_long": "the prompt fills serve.max_model_len",
+    "refused": "the server refused the request",
+    "empty": "the answer has no token",
+}
+"""Why a prompt was not answered anew -> what that means."""
+PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+"""The target's plain choice of tokens, whatever its generation_config.json says."""
+LOOP_TOKENS, LOOP_TIMES = 64, 8
+LOOPS = {"min_pattern_size": 4, "max_pattern_size": LOOP_TOKENS, "min_count": LOOP_TIMES}
+"""vLLM's repetition_detection: it ends an answer that repeats up to so many tokens so often. With
+fewer than 4 tokens, the rule of a table would be a loop."""
+
+Row = dict[str, Any]
+
+
+def former_prompts(cfg: Config) -> list[Row]:
+    """TRAFFIC rows (narrow columns) of the prompts of former targets, in the order in which they
+    are answered anew, within regenerate.tokens. Without those that production has answered with the
+    present target meanwhile.
+    """
+    ours = [target_id(cfg.target_path), legacy_target_id(cfg.target_path)]
+    if not cfg.regenerate.tokens or cfg.table("traffic").version() is None:
+        return []
+    with open_database(cfg, {"traffic": None}) as connection:
+        connection.execute(QUERY, {"ours": ours, "tokens": cfg.regenerate.tokens})
+        return connection.sql(ORDERED).to_arrow_table().to_pylist()
+
+
+class Asking:
+    """Turns rows of former targets into requests to the present one. `left_out` has the samples of
+    those that cannot be one, with the reason (of LEFT_OUT).
+    """
+
+    def __init__(self, cfg: Config, identities: Iterable[str]):
+        self.cfg = cfg
+        self.left_out: dict[str, str] = {}
+        folders = {identity: kept(cfg, identity) for identity in sorted({*identities})}
+        self.chats = {
+            identity: None if renders_alike(folder, cfg.target_path) else Chats(_tokenizer(folder))
+            for identity, folder in folders.items()
+            if folder is not None
+        }
+
+    def requests(self, rows: list[Row]) -> Iterator[tuple[Row, Request]]:
+        """(row, request) of those that can be asked again, in their order."""
+        names = pa.array(sorted(row["sample_id"] for row in rows), pa.string())
+        ids = {
+            row["sample_id"]: row["prompt_ids"]
+            for batch in tokens_of(self.cfg.table("traffic"), names, ["prompt_ids"])
+            for row in batch.to_pylist()
+        }
+        for row in rows:
+            request = self._request(row, ids.get(row["sample_id"], []))
+            if isinstance(request, str):
+                self.left_out[row["sample_id"]] = request
+            else:
+                yield row, request
+
+    def _request(self, row: Row, ids: list[int]) -> Request | str:
+        """The request, or why there is none."""
+        if row["target_id"] not in self.chats:
+            return "no_tokenizer"
+        room = self.cfg.serve.max_model_len - len(ids)
+        if room < 2:
+            return "too_long"
+        chats, thinking = self.chats[row["target_id"]], row["thinking"]
+        prompt: Any = ids if chats is None else chats.messages_of(ids, thinking)
+        if not prompt:
+            return "no_chat"
+        sampler = sampler_of(self.cfg, row)
+        extra: Row = PLAIN | {"repetition_detection": LOOPS}
+        extra |= {name: sampler[name] for name in ("top_p", "top_k")}
+        if chats is not None and thinking is not None:
+            extra["chat_template_kwargs"] = {"enable_thinking": thinking}
+        return Request(
+            prompt=prompt,
+            max_tokens=min(room, self.cfg.regenerate.max_tokens),
+            temperature=sampler["temperature"],
+            seed=sampler["seed"],
+            extra=extra,
+        )
+
+
+def sampler_of(cfg: Config, row: Row) -> Row:
+    """temperature, top_p, top_k and seed that a prompt is answered with: regenerate.sampler."""
+    if cfg.regenerate.sampler == "greedy" or not row["temperature"]:
+        return {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": None}
+    kept_values = {"top_p": row["top_p"] or 1.0, "top_k": row["top_k"] or 0, "seed": row["seed"]}
+    return {"temperature": row["temperature"], **kept_values}
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer  # as in dflash/target_model.py
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        what = "the tokenizer of a former target cannot be read"
+        raise ValueError(f"{folder}: {what}: {error}") from error

@@ -1,0 +1,138 @@
+"""A changed target answers the prompts of its former versions: real vLLM, real ingest."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from dflash.decode import decode
+from dflash.identity import target_id
+from dflash.target_model import load_target
+from jobs import ingest, regenerate
+from jobs.base.config import load
+from jobs.regeneration import answer_places, kept_tokenizers
+from tests.helpers.capture_logs import line, write_log
+from tests.serving.conftest import VOCABULARY
+
+pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("ray_cluster"),
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ 'w3 ' if m.role == 'user' else 'w4 ' }}{{ m.content }} w5 "
+    "{% endfor %}w6"
+)
+NEW_TEMPLATE = TEMPLATE.replace("w3 ", "w7 w8 ")
+LONGEST = 60
+
+
+def former_target(folder, tiny_target, seed, template):
+    """Other weights, and this chat template."""
+    shutil.copytree(tiny_target, folder)
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return with_template(folder, template)
+
+
+def with_template(folder, template):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_new_target_answers_the_prompts_of_former_ones(tmp_path, tiny_target, monkeypatch):
+    present = with_template(shutil.copytree(tiny_target, tmp_path / "new"), NEW_TEMPLATE)
+
+    def configure(target, *more):
+        settings = [
+            f"work={tmp_path / 'work'}",
+            f"target.path={target}",
+            "ingest.max_reject_rate=1",
+        ]
+        settings += ["serve.max_model_len=128", "serve.max_num_seqs=8", "serve.kv_cache_gib=1"]
+        return load(None, [*settings, f"regenerate.max_tokens={LONGEST}", *more])
+
+    # Three former targets: one with the present template, one with another, one that is unknown.
+    same = former_target(tmp_path / "same", tiny_target, 1, NEW_TEMPLATE)
+    other = former_target(tmp_path / "other", tiny_target, 2, TEMPLATE)
+    prompts = {f"same{i}": [7, 8, 20 + i, 5, 6] for i in range(4)}
+    prompts |= {f"other{i}": [3, 40 + i, 5, 6] for i in range(3)}
+    prompts |= {"tools": [9, 9, 3, 50, 5, 6], "long": [*[60] * 127]}
+    for target, names in ((same, ("same", "long")), (other, ("other", "tools"))):
+        told = {"target_id": target_id(target), "output_ids": [90, 91, 1], "tenant": "acme"}
+        lines = [
+            line(i, prompt_ids=ids, conversation_id=name, domain=name[:4], **told)
+            for i, (name, ids) in enumerate(prompts.items())
+            if name.startswith(names)
+        ]
+        warm = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
+        lines[0] = json.dumps(json.loads(lines[0]) | warm) + "\n"
+        write_log(configure(target), f"{target.name}.jsonl", lines)
+        ingest.run(configure(target))
+    cfg = configure(present)
+    assert len(regenerate.plan(cfg)["domains"]) == 4
+
+    # Interrupted after its first batch, it goes on with the rest.
+    monkeypatch.setattr(regenerate, "BATCH", 3)
+    real, asked = regenerate.complete_each, []
+
+    def killed_later(url, requests, *more):
+        asked.append(len(requests))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return real(url, requests, *more)
+
+    monkeypatch.setattr(regenerate, "complete_each", killed_later)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate.run(cfg)
+    done = regenerate.run(cfg)
+    assert asked == [3, 3, 3, 1]
+    assert done["answers"] == 4
+    assert regenerate.run(cfg)["prompts"] == 0
+    left = [
+        json.loads(answer_places.left_out(cfg).read(o.name))
+        for o in answer_places.left_out(cfg).objects()
+    ]
+    assert sorted(why for part in left for why in part.values()) == ["no_chat", "too_long"]
+
+    ingest.run(cfg)
+    rows = cfg.table("traffic").read().to_pylist()
+    rows = {row["conversation_id"]: row for row in rows if row["target_id"] == target_id(present)}
+    assert rows.keys() == prompts.keys() - {"tools", "long"}
+    model = load_target(present, torch.float32)
+    for name, row in rows.items():
+        assert (row["ids_source"], row["tenant"]) == ("regenerated", "acme")
+        assert row["domain"] == name[:4]
+        warm = name in ("same0", "other0")
+        assert row["temperature"] == pytest.approx(0.8 if warm else 0.0)
+        assert row["prompt_ids"] == (
+            prompts[name] if name.startswith("same") else [7, 8, prompts[name][1], 5, 6]
+        ), "the messages are the same, in the present template"
+        if not warm and row["finish_reason"] != "repetition":
+            wanted = decode(model, row["prompt_ids"], LONGEST, (1,)).output_ids
+            assert row["output_ids"] == wanted
+    assert max(max(row["output_ids"]) for row in rows.values()) < VOCABULARY
+
+
+def test_an_unknown_former_target_can_be_named(tmp_path, tiny_target, capsys):
+    """An ingest of an earlier release kept no tokenizer."""
+    former = former_target(tmp_path / "former", tiny_target, 1, TEMPLATE)
+    old = load(None, [f"work={tmp_path / 'work'}", f"target.path={former}"])
+    write_log(old, "a.jsonl", [line(1, target_id=target_id(former), prompt_ids=[3, 9, 5, 6])])
+    ingest.run(old)
+    old.place("targets").delete_all()
+    cfg = load(None, [f"work={tmp_path / 'work'}", f"target.path={tiny_target}"])
+    done = regenerate.run(cfg)
+    assert (done["answers"], done["left_out"]) == (0, {"no_tokenizer": 1})
+    assert "name a copy of its folder in regenerate.former" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert [*answer_places.left_out(cfg).objects()] == [], "a folder may still be named"
+    kept_tokenizers.keep(cfg, former)
+    assert len(regenerate.waiting(cfg)) == 1
+    assert kept_tokenizers.kept(cfg, target_id(former)) is not None
