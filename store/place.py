@@ -314,11 +314,6 @@ def denied(where: str) -> PermissionError:
     )
 
 
-def full(number: int, where: str) -> OSError:
-    """The error for a file that the disk has no room for; `number` is one of FULL."""
-    return OSError(number, f"{FULL[number]}: free some, then run the same command again", where)
-
-
 CAUSE = "\N{DOWNWARDS ARROW WITH TIP RIGHTWARDS}"
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 DENIALS = (
@@ -332,20 +327,15 @@ DENIALS = (
 )
 
 
-FULL = {
-    errno.ENOSPC: "no space is left on the disk",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "the system allows no larger file",
-}
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def plain_fault(error: Exception, where: str) -> OSError | None:
-    """The error for a full disk, a refused access or a missing bucket, None for others; the type of
-    a library's error does not always say so.
-    """
-    for number, text in FULL.items():
+    """The error for a full disk, refused access or a missing bucket, by its text; else None."""
+    for number in FULL:
         if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
-            return full(number, where)
+            todo = "free some space, then run the same command again"
+            return OSError(number, f"{os.strerror(number)}: {todo}", where)
     if any(sign in str(error) for sign in DENIALS):
         return denied(where)
     if any(sign in str(error) for sign in NO_BUCKET):

@@ -26,8 +26,8 @@ def cluster(cfg: Config) -> Iterator[None]:
             ray.init(address=cfg.ray.address)
         except ConnectionError as error:
             raise ConnectionError(
-                f"ray.address {cfg.ray.address}: no cluster answers ({first_line(error)}): start its "
-                "head, or correct ray.address, then run the same command again"
+                f"ray.address {cfg.ray.address}: no cluster answers ({first_line(error)}): start "
+                "its head, or correct ray.address, then run the same command again"
             ) from error
     else:
         # Ray makes a token for its own sockets and warns at every start: nothing for a user to do.

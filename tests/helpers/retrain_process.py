@@ -1,4 +1,4 @@
-"""`flywheel retrain` on a tiny target in processes that a test can kill, and what must hold after it.
+"""`flywheel retrain` on a tiny target in processes that a test can kill, and what holds after it.
 
 Every stage is the real one but preflight, which starts vLLM. What Ray would run in workers runs in
 the command itself: a start of Ray takes longer than the window.
@@ -26,7 +26,7 @@ from dflash.target_model import load_target
 from dflash.training_step import generator
 from jobs import train
 from jobs.base import cli
-from jobs.base.config import Config, load
+from jobs.base.config import Config
 from jobs.harvesting import actors
 from jobs.ingestion import log_tasks
 from jobs.registry.versions import Registry
@@ -143,7 +143,7 @@ def _retrain(words: list[str], most: int, said: Path) -> int:
     try:
         _without_ray()
         code = cli.main(["retrain", *words])
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (a child of a fork must not go on as its parent)
         traceback.print_exc()
         code = 99
     sys.stdout.flush()

@@ -23,7 +23,9 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
     def full(stream):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match=r"no space is left on the disk: free some.*: '.*/a\.json'"):
+    with pytest.raises(
+        OSError, match=r"No space left on device: free some space, .*: '.*/a\.json'"
+    ):
         commit(tmp_path / "a.json", full)
     assert list(tmp_path.iterdir()) == []
 
@@ -64,7 +66,7 @@ def test_a_full_disk_is_one_message_of_tables_and_leases(tmp_path):
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
     )
     *messages, end = done.stdout.splitlines()
-    todo = ": the system allows no larger file: free some, then run the same command again"
+    todo = ": File too large: free some space, then run the same command again"
     assert len(messages) == 5, done.stdout
     assert all(message.endswith(todo) for message in messages), messages
     named = [message.removesuffix(todo).removeprefix(f"{tmp_path}/") for message in messages]

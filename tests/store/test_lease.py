@@ -135,7 +135,7 @@ def test_a_clock_set_back_lets_the_holder_go_on(place, clock):
 
 
 def test_a_dead_holder_whose_clock_was_ahead_is_removed_by_hand(place, clock, monkeypatch):
-    monkeypatch.setattr(lease_module, "_process", list)  # another host: nobody here knows it is dead
+    monkeypatch.setattr(lease_module, "_process", list)  # as of another host
     clock[0] = 86_400.0
     dead = take(place)
     clock[0] = 0.0
