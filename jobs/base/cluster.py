@@ -27,7 +27,8 @@ def cluster(cfg: Config) -> Iterator[None]:
         except ConnectionError as error:
             raise ConnectionError(
                 f"ray.address {cfg.ray.address}: no cluster answers ({first_line(error)}): start "
-                "its head, or correct ray.address, then run the same command again"
+                "its head, or correct ray.address, then run the same command again. A head that "
+                "found ~/.ray/auth_token when it started needs RAY_AUTH_MODE=token here, too"
             ) from error
     else:
         # Ray makes a token for its own sockets and warns at every start: nothing for a user to do.

@@ -31,7 +31,7 @@ from jobs.harvesting import actors
 from jobs.ingestion import log_tasks
 from jobs.registry.versions import Registry
 from jobs.training import ray_trainer
-from jobs.training.validation import Choice
+from jobs.training.validation import Choice, Taus
 from pipelines import retrain
 from store import windows
 from store.lease import held_leases
@@ -132,7 +132,8 @@ def _answer(folder: Path) -> None:
         elif child := os.fork():
             print(child, flush=True)
         else:
-            os._exit(_retrain(*asked, folder / str(os.getpid())))
+            words, most = asked
+            os._exit(_retrain(words, most, folder / str(os.getpid())))
 
 
 def _retrain(words: list[str], most: int, said: Path) -> int:
@@ -162,8 +163,12 @@ def _without_ray() -> None:
     passed = ("preflight", lambda cfg: {"ok": True, "checks": []})
     retrain.DELIVER = [one if one[0] != "preflight" else passed for one in retrain.DELIVER]
     # A random target has little to learn: without this, a later window ends as `unchanged`.
-    offer = Choice.offer
-    Choice.offer = lambda self, step, *rest: offer(self, step, *rest) or step
+    real = Choice.offer
+
+    def offer(self: Choice, step: int, taus: Taus, domain: str, max_slice_loss: float) -> bool:
+        return real(self, step, taus, domain, max_slice_loss) or bool(step)
+
+    Choice.offer = offer
 
 
 def check_consistent(cfg: Config) -> None:

@@ -80,7 +80,7 @@ def test_the_head_is_killed_and_comes_back(head, tmp_path):
     assert (window.state, window.rows["harvest"]["state"]) == ("running", "running")
     assert start(words, said).wait(300) == 2
     assert "no cluster answers" in (message := said.read_text().splitlines()[-1]), message
-    assert message.endswith("or correct ray.address, then run the same command again")
+    assert "or correct ray.address, then run the same command again" in message
     head.start()
     assert start(words, said).wait(300) == 0, said.read_text()
     [window] = windows.read(cfg.table("windows"))
