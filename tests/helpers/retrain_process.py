@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def make_work(folder: Path) -> list[str]:
     words = [f"work={folder / 'work'}", *SETTINGS, f"promote.gate={folder / 'gate.yaml'}"]
     make_target(folder / "work" / "target")
     add_log(folder / "work", 0, 48)
-    return [*words, "retrain.min_tokens=100", "evaluate.bootstrap=200"]
+    words += ["train.steps=6", "train.val_every=3", "train.checkpoint_every=2"]
+    return [*words, "retrain.min_tokens=100", "evaluate.bootstrap=50"]
 
 
 def add_log(work: Path, first: int, count: int) -> None:
@@ -125,6 +127,7 @@ class Commands:
 
 def _answer(folder: Path) -> None:
     """The other side of `Commands`: words start a process, a process id waits for its end."""
+    _import_what_stages_import_late()
     for line in sys.stdin:
         asked = json.loads(line)
         if isinstance(asked, int):
@@ -134,6 +137,11 @@ def _answer(folder: Path) -> None:
         else:
             words, most = asked
             os._exit(_retrain(words, most, folder / str(os.getpid())))
+
+
+def _import_what_stages_import_late() -> None:
+    for name in ("transformers.models.llama.modeling_llama", "matplotlib.pyplot", "mlflow.data"):
+        import_module(name)
 
 
 def _retrain(words: list[str], most: int, said: Path) -> int:

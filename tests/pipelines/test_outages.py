@@ -158,6 +158,7 @@ def test_mlflow_goes_away_in_the_middle_of_a_promotion(
     the same command completes it.
     """
     words = [f"work={tmp_path / 'work'}", f"mlflow.uri={mlflow.url}", *settings]
+    words += ["drafter.taps=0,2", "drafter.block_size=4", "drafter.mask_token_id=49"]
     cfg = load(None, words)
     make_target(cfg)
     real = [one if one[0] != "promote" else ("promote", promote.run) for one in retrain.DELIVER]
