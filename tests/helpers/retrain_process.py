@@ -61,7 +61,7 @@ def make_work(folder: Path) -> list[str]:
     make_target(folder / "work" / "target")
     add_log(folder / "work", 0, 48)
     words += ["train.steps=6", "train.val_every=3", "train.checkpoint_every=2"]
-    return [*words, "retrain.min_tokens=100", "evaluate.bootstrap=50"]
+    return [*words, "retrain.min_tokens=100", "evaluate.bootstrap=100"]
 
 
 def add_log(work: Path, first: int, count: int) -> None:

@@ -169,6 +169,7 @@ def test_mlflow_goes_away_in_the_middle_of_a_promotion(
         mlflow.stop()
         threading.Timer(2.0, mlflow.start).start()
 
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")  # tries more often
     before(monkeypatch, "set_registered_model_alias", away_for_a_while)
     assert retrain.run(cfg)["state"] == "promoted"
     assert aliases(cfg) == {"champion": "1"}
