@@ -48,6 +48,7 @@ def cfg(tmp_path_factory, empty_database) -> Iterator[Config]:
             "retrain.min_tokens=3000",
             "retrain.minutes=2",
             "verify.repeats=1",
+            "serve.kv_cache_gib=1",  # `verify` starts servers beside the fleet
             "rollout.poll=2",
             "rollout.max_loss=0.15",
             "rollout.max_slice_loss=0.3",
