@@ -26,7 +26,9 @@ def run(cfg: Config) -> dict[str, Any]:
     port = free_port(cfg.ui.host, cfg.ui.port)
     host = f"[{cfg.ui.host}]" if ":" in cfg.ui.host else cfg.ui.host
     url = f"http://{host}:{port}"
-    with tempfile.TemporaryDirectory(prefix="flywheel-ui-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="ui-of-flywheel-", ignore_cleanup_errors=True
+    ) as folder:
         looks = Looks(cfg, Path(folder))
         looks.begin()  # the first page need not wait for all of it
         console.print(f"{url} shows {cfg.place()}; Ctrl-C stops")
