@@ -32,15 +32,18 @@ def run(cfg: Config) -> dict[str, Any]:
         looks = Looks(cfg, Path(folder))
         looks.begin()  # the first page need not wait for all of it
         console.print(f"{url} shows {cfg.place()}; Ctrl-C stops")
-        with suppress(KeyboardInterrupt):
-            uvicorn.run(
-                application(cfg, looks),
-                host=cfg.ui.host,
-                port=port,
-                log_level="warning",
-                server_header=False,
-                timeout_graceful_shutdown=3,
-            )
+        try:
+            with suppress(KeyboardInterrupt):
+                uvicorn.run(
+                    application(cfg, looks),
+                    host=cfg.ui.host,
+                    port=port,
+                    log_level="warning",
+                    server_header=False,
+                    timeout_graceful_shutdown=3,
+                )
+        finally:
+            looks.close()
     return {"stage": "ui", "url": url}
 
 

@@ -34,6 +34,8 @@ class Looks:
     patience: float = 2.0
     """Seconds for which a page waits for a newer look."""
     _running: Thread | None = None
+    _seen: Sources | None = None
+    _closed: bool = False
     _lock: Lock = field(default_factory=Lock)
 
     def begin(self) -> Thread | None:
@@ -41,6 +43,8 @@ class Looks:
         with self._lock:
             if self._running is not None and self._running.is_alive():
                 return self._running
+            if self._closed:
+                return None
             if self.taken and (datetime.now(UTC) - self.taken).total_seconds() < KEPT:
                 return None
             self._running = Thread(target=self.look, daemon=True)
@@ -55,17 +59,39 @@ class Looks:
         running.join(self.patience)
         return running.is_alive()
 
+    def close(self) -> None:
+        """End the look that runs, and wait for that: a database that is open when the interpreter
+        ends can abort it.
+        """
+        with self._lock:
+            self._closed = True
+        if self._seen is not None:
+            self._seen.interrupt()
+        if self._running is not None:
+            self._running.join()
+
     def look(self) -> None:
         """Look at everything now."""
         seen = Sources(self.cfg, set_aside(self.cfg, self.folder), datetime.now(UTC))
-        with seen.reading():
-            for name, (title, make) in SECTIONS.items():
-                section = Section(name, title)
-                try:
-                    make(seen, section)
-                except Exception as error:  # noqa: BLE001 (whatever it met, the others are shown)
-                    known = isinstance(error, ValueError | OSError)
-                    kind = "" if known else f"{type(error).__name__}: "
-                    section.fault = f"{kind}{first_line(error)}"
-                self.sections = self.sections | {name: section}
+        self._seen = seen
+        try:
+            with seen.reading():
+                for name in SECTIONS:
+                    if self._closed:
+                        return
+                    self.sections = self.sections | {name: _section(name, seen)}
+        except (OSError, ValueError) as error:  # such as no space for what readers write
+            title, _ = SECTIONS["now"]
+            self.sections = {"now": Section("now", title, fault=first_line(error))}
         self.taken = datetime.now(UTC)
+
+
+def _section(name: str, seen: Sources) -> Section:
+    title, make = SECTIONS[name]
+    section = Section(name, title)
+    try:
+        make(seen, section)
+    except Exception as error:  # noqa: BLE001 (whatever it met, the other sections are shown)
+        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        section.fault = f"{kind}{first_line(error)}"
+    return section

@@ -1,7 +1,7 @@
 """What the sections of the page read, each thing once for a look at the work folder."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -44,10 +44,11 @@ class Sources:
         for name in TABLES:
             with self._noting(name):
                 self.aside.table(name).dataset()
+        self.aside.path("summaries").mkdir(parents=True, exist_ok=True)
+        borrow_summaries(self.cfg, self.aside)
         with ExitStack() as stack:
             if "acceptance" not in self.damaged:
                 with self._noting("acceptance"):  # a shard that cannot be summed up
-                    borrow_summaries(self.cfg, self.aside)
                     self.database = stack.enter_context(opened(self.aside, None, self.damaged))
             if self.database is None:
                 self.database = stack.enter_context(opened(self.aside, None, self.damaged))
@@ -60,6 +61,12 @@ class Sources:
             yield
         except (OSError, ValueError) as error:
             self.damaged[table] = first_line(error)
+
+    def interrupt(self) -> None:
+        """Stop the question that is being answered, if any; for another thread."""
+        if self.database is not None:
+            with suppress(duckdb.Error):  # it was closed meanwhile
+                self.database.interrupt()
 
     def check(self, *tables: str) -> None:
         """Raise ValueError if one of these tables cannot be read."""
@@ -83,7 +90,7 @@ class Sources:
     def query(self, query: str, name: str, values: dict[str, str] | None = None) -> list[Row]:
         """The answer to SQL of our own, within the same time."""
         assert self.database is not None
-        alarm = Timer(SECONDS, self.database.interrupt)
+        alarm = Timer(SECONDS, self.interrupt)
         alarm.start()
         try:
             return answer(self.database, query, name, values).to_pylist()

@@ -213,6 +213,14 @@ def test_a_question_that_takes_too_long_is_stopped(copied, tmp_path, watched, mo
     assert "took longer than 0.2 s here" in one.sections["commands"].fault
 
 
+def test_no_space_for_what_a_reader_writes_is_said(copied, tmp_path):
+    (tmp_path / "own").write_text("in the way")
+    found, page = look(copied, tmp_path / "own")
+    assert list(found) == ["now"]
+    assert found["now"].fault in page.replace("&#39;", "'")
+    assert str(tmp_path / "own") in found["now"].fault
+
+
 def test_nobody_waits_for_a_slow_look(store, tmp_path, monkeypatch):
     go, begun = threading.Event(), []
 
@@ -232,6 +240,8 @@ def test_nobody_waits_for_a_slow_look(store, tmp_path, monkeypatch):
         one.patience = 20
         assert not one.refresh()
         assert "Reading the tables" not in client.get("/").text
+    one.close()
+    assert not one.refresh(), "closed: no look begins any more"
     assert begun == ["now"], "one look at a time, and no new one within half a minute"
 
 
@@ -263,7 +273,8 @@ def test_another_interface_is_refused_unless_asked_for(host, capsys):
     assert load(None, [f"ui.host={host}", "ui.names=[desk]"]).ui.host == host
 
 
-def test_the_command_prints_its_address_and_ends_with_ctrl_c(store, tmp_path):
+def test_the_command_prints_its_address_and_ends_with_ctrl_c(store):
+    """Also while it looks: an open database would abort the interpreter at its end."""
     command = [sys.executable, "-m", "jobs.ui", f"work={store.work}", "ui.port=0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
@@ -275,8 +286,8 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(store, tmp_path):
         page = _get(found[1])
         assert "<h1>Flywheel</h1>" in page
         running.send_signal(signal.SIGINT)
-        out, _ = running.communicate(timeout=30)
-    assert running.returncode == 0
+        out, err = running.communicate(timeout=120)
+    assert running.returncode == 0, err
     assert json.loads(out) == {"stage": "ui", "url": found[1]}
 
 
