@@ -99,7 +99,7 @@ def test_a_new_target_answers_the_prompts_of_former_ones(tmp_path, tiny_target, 
     assert done["answers"] == 4
     assert regenerate.run(cfg)["prompts"] == 0
     place = answer_places.left_out(cfg)
-    left = [json.loads(place.read(found.name)) for found in place.objects()]
+    left = [json.loads(place.read(found.name) or b"") for found in place.objects()]
     assert sorted(why for part in left for why in part.values()) == ["no_chat", "too_long"]
 
     ingest.run(cfg)
