@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from store.place import plain_fault
+
 SUFFIX = ".tmp"
 
 
@@ -50,7 +52,9 @@ def commit(path: Path, write: Callable[[BinaryIO], object]) -> None:
             os.replace(temporary, path)
         fsync_folder(path.parent)
     except OSError as error:
-        if error.filename is None and error.errno:  # a full disk says no more than that
+        if fault := plain_fault(error, str(path)):
+            raise fault from error
+        if error.filename is None and error.errno:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
     finally:

@@ -64,9 +64,9 @@ class Lease:
         self.until = until
 
     def release(self) -> None:
-        """Let others take it at once."""
+        """Let others take it at once. If the store is away or full, it ends by itself."""
         self.stopped.set()
-        with suppress(Lost):
+        with suppress(Lost, OSError):  # the holder's own error is not to be hidden
             self.check()
             self.place.write(_name(self.number), _held(self.nonce, 0.0))
 
@@ -103,11 +103,7 @@ def take(place: Place, wait: float = WAIT, seconds: float = SECONDS) -> Lease:
                 place.delete([_name(n) for n in range(max(1, number - KEPT), number - KEPT + 2)])
                 return Lease(place, number + 1, seconds, until, nonce)
         if time.monotonic() > deadline:
-            ends = max(0.0, other.get("until", 0.0) - time.time())
-            raise ValueError(
-                f"{place} is held by {other.get('who', 'another process')} (lease {number}, ends "
-                f"in {ends:.0f} s unless it is extended): wait for it to end, then try again"
-            )
+            raise ValueError(_busy(place, number, other, seconds))
         time.sleep(min(0.2, max(0.01, wait / 20)))
 
 
@@ -146,6 +142,20 @@ def _latest(place: Place) -> tuple[int, dict[str, Any]]:
         held = json.loads(data or b"{}")
         return number, held if isinstance(held, dict) else {}
     return number, {}
+
+
+def _busy(place: Place, number: int, other: dict[str, Any], seconds: float) -> str:
+    ends = max(0.0, other.get("until", 0.0) - time.time())
+    todo = "wait for it to end, then try again"
+    if ends > 2 * seconds:  # no clock that agrees with ours has written that
+        todo = (
+            "the clocks of the two differ; correct them, and if that process is gone, remove "
+            f"{place}/{_name(number)}"
+        )
+    return (
+        f"{place} is held by {other.get('who', 'another process')} (lease {number}, ends in "
+        f"{ends:.0f} s unless it is extended): {todo}"
+    )
 
 
 def _name(number: int) -> str:

@@ -327,10 +327,15 @@ DENIALS = (
 )
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def plain_fault(error: Exception, where: str) -> OSError | None:
-    """The error for a refused access or a missing bucket, None for others; the type of a library's
-    error does not always say so.
-    """
+    """The error for a full disk, refused access or a missing bucket, by its text; else None."""
+    for number in FULL:
+        if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+            todo = "free some space, then run the same command again"
+            return OSError(number, f"{os.strerror(number)}: {todo}", where)
     if any(sign in str(error) for sign in DENIALS):
         return denied(where)
     if any(sign in str(error) for sign in NO_BUCKET):

@@ -111,3 +111,17 @@ def test_what_is_too_long_is_named(tmp_path):
         "long.py: 461 lines, at most 400",
         "long.py:401: f, 61 lines, at most 60",
     ]
+
+
+def test_every_fault_of_when_things_break_has_a_test():
+    text = (ROOT / "docs" / "how-to" / "when-things-break.md").read_text()
+    sections = text.split("\n## ")[1:]
+    assert len(sections) >= 11
+    for section in sections:
+        parts = ("**You see**", "**The system**", "**Do**")
+        assert all(part in section for part in parts), section.splitlines()[0]
+        _, _, named = section.partition("\nTests: ")
+        found = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", named)
+        assert len(found) == named.count("::") >= 1, section.splitlines()[0]
+        for file, test in found:
+            assert f"\ndef {test}(" in (ROOT / file).read_text(), f"{file} has no {test}"

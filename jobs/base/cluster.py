@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from jobs.base.config import Config
+from store.place import first_line
 
 
 @contextmanager
@@ -21,7 +22,14 @@ def cluster(cfg: Config) -> Iterator[None]:
         yield
         return
     if cfg.ray.address:
-        ray.init(address=cfg.ray.address)
+        try:
+            ray.init(address=cfg.ray.address)
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"ray.address {cfg.ray.address}: no cluster answers ({first_line(error)}): start "
+                "its head, or correct ray.address, then run the same command again. A head that "
+                "found ~/.ray/auth_token when it started needs RAY_AUTH_MODE=token here, too"
+            ) from error
     else:
         # Ray makes a token for its own sockets and warns at every start: nothing for a user to do.
         auth = logging.getLogger("ray._private.authentication.authentication_token_setup")

@@ -25,6 +25,8 @@ HINTS = {
     "unable to open database": "create its folder and allow writing there, or correct mlflow.uri",
     "malformed": "restore it from a backup, or move it away to begin a new one",
     "not a database": "restore it from a backup, or move it away to begin a new one",
+    "disk is full": "free some space, then run the same command again",
+    "disk I/O error": "free some space or mend the disk, then run the same command again",
     "database is locked": "another process writes to it: run the same command again",
     "out-of-date database schema": "stop what uses it, copy it, run `mlflow db upgrade` on it",
     "Can't locate revision": "a newer MLflow wrote it: use that, or name another in mlflow.uri",
@@ -108,6 +110,8 @@ def open_client(cfg: Config) -> MlflowClient:
     if file is not None and file.is_file():
         _check_sqlite(file)
     with told(uri), _alone(file), _alone_in_postgres(uri):
+        if file is not None and not (file.is_file() and file.stat().st_size):
+            _create_sqlite(file)
         client = MlflowClient(uri, uri)
         client.search_registered_models(max_results=1)  # makes MLflow create the registry's tables
     return cast(MlflowClient, _Told(client, uri))
@@ -163,6 +167,17 @@ def _check_sqlite(file: Path) -> None:
         raise MlflowFault(
             f"{file} is not an SQLite database: restore it, or move it away to begin a new one"
         )
+
+
+def _create_sqlite(file: Path) -> None:
+    """Make a database with MLflow's tables in one step. One that a kill or a full disk had left
+    with some of them would fail for ever: `table ... already exists`.
+    """
+    new = file.with_name(f".{file.name}.new")
+    for left in (new, new.with_name(f"{new.name}-journal")):
+        left.unlink(missing_ok=True)
+    MlflowClient(f"sqlite:///{new}", f"sqlite:///{new}").search_registered_models(max_results=1)
+    os.replace(new, file)
 
 
 @contextlib.contextmanager

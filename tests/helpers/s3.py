@@ -77,23 +77,42 @@ def running(folder: Path) -> Iterator[S3]:
     """A server that keeps everything in `folder`; its log stays there."""
     for number in range(TRIES):
         home = folder / str(number)
-        server, process = launch(home)
+        server, process = launch(home, free_ports(8))
         try:
             if answers(server, process):
                 yield server
                 return
         finally:
-            assert process.stdin
-            process.stdin.close()
-            process.wait()
+            stop(process)
     raise RuntimeError(f"SeaweedFS does not answer. Its logs are in {folder}:\n{tail(home)}")
 
 
-def launch(home: Path) -> tuple[S3, subprocess.Popen]:
+class Restartable:
+    """A server of its own that a test can end, as a kill would, and start again with its data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.ports = folder, free_ports(8)
+        self.start()
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        self.server, self.process = launch(self.folder, self.ports)
+        assert answers(self.server, self.process), tail(self.folder)
+
+    def stop(self) -> None:
+        stop(self.process)
+
+
+def stop(process: subprocess.Popen) -> None:
+    assert process.stdin
+    process.stdin.close()
+    process.wait()
+
+
+def launch(home: Path, ports: list[int]) -> tuple[S3, subprocess.Popen]:
     """A server that does not answer yet."""
-    (home / "data").mkdir(parents=True)
+    (home / "data").mkdir(parents=True, exist_ok=True)
     write_identities(home / "identities.json")
-    ports = free_ports(8)
     http = dict(zip(PARTS, ports[:4], strict=True))
     grpc = dict(zip(PARTS, ports[4:], strict=True))
     options = {
@@ -114,7 +133,7 @@ def launch(home: Path) -> tuple[S3, subprocess.Popen]:
     options |= {f"{part}.port": http[part] for part in PARTS}
     options |= {f"{part}.port.grpc": grpc[part] for part in PARTS}
     sockets = [f"/tmp/seaweedfs-{part}-grpc-{grpc[part]}.sock" for part in PARTS]
-    with open(home / "weed.log", "wb") as log:
+    with open(home / "weed.log", "ab") as log:
         process = subprocess.Popen(
             ["sh", "-c", WATCHED, "sh", weed(), "-logtostderr", "server"]
             + [f"-{key}={value}" for key, value in options.items()],

@@ -3,8 +3,10 @@
 import json
 import multiprocessing
 import os
+import time
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -252,6 +254,29 @@ def test_one_that_was_suspended_writes_nothing_over_its_successor(tmp_path, monk
             with pytest.raises(Lost, match="a later holder has begun"):
                 first.write(window)
     assert [one.state for one in windows.read(table)] == ["promoted"]
+
+
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0])
+def test_a_clock_that_is_set_in_the_middle(cfg, stages, monkeypatch, ahead):
+    """Forward, it ends the lease: nothing more is written, and the same command goes on at the step
+    that was running. Back, it changes nothing.
+    """
+    add_traffic(cfg, range(10))
+
+    def set_clock():
+        jumped = SimpleNamespace(time=lambda: time.time() + ahead, monotonic=time.monotonic)
+        monkeypatch.setattr("store.lease.time", jumped)
+
+    stages.during["evaluate"] = set_clock
+    if ahead > 0:
+        with pytest.raises(Lost, match="nothing was committed, run the same command again"):
+            retrain.run(cfg)
+        assert stages.take() == ALL[: ALL.index("evaluate") + 1]
+        assert last(cfg).rows["evaluate"]["state"] == "running"
+    assert retrain.run(cfg)["state"] == "promoted"
+    assert stages.take() == (ALL[ALL.index("evaluate") :] if ahead > 0 else ALL)
+    assert states(cfg) == [(1, "promoted")]
+    assert retrain.run(cfg)["state"] == "nothing new"
 
 
 class Killed(BaseException):

@@ -23,9 +23,59 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
     def full(stream):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match=r"No space left on device: '.*/a\.json'"):
+    with pytest.raises(
+        OSError, match=r"No space left on device: free some space, .*: '.*/a\.json'"
+    ):
         commit(tmp_path / "a.json", full)
     assert list(tmp_path.iterdir()) == []
+
+
+# Every write fails from a moment on, as on a full disk: the system allows no byte in any file.
+FULL = """
+import resource, sys
+import pyarrow as pa
+from store.files import commit
+from store.lease import take
+from store.place import place_of
+from store.tables import Table
+folder = place_of(sys.argv[1])
+table = Table(folder / "table", pa.schema([("n", pa.int32())]))
+rows = [table.write(pa.table({"n": pa.array([n], pa.int32())})) for n in (1, 2)]
+table.change(lambda live: (rows[:1], []))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+for write in (
+    lambda: table.write(pa.table({"n": pa.array([3], pa.int32())})),
+    lambda: table.change(lambda live: (rows[1:], [])),
+    lambda: take(folder / "lease"),
+    lambda: folder.create("one.json", b"{}"),
+    lambda: commit(folder.path / "state.pt", lambda stream: stream.write(b"12")),
+):
+    try:
+        write()
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+table.change(lambda live: (rows[1:], []))
+print(sorted(table.read()["n"].to_pylist()), take(folder / "lease").number)
+"""
+
+
+def test_a_full_disk_is_one_message_of_tables_and_leases(tmp_path):
+    """It names the file and says what to do, leaves nothing, and all goes on when there is room."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    *messages, end = done.stdout.splitlines()
+    todo = ": File too large: free some space, then run the same command again"
+    assert len(messages) == 5, done.stdout
+    assert all(message.endswith(todo) for message in messages), messages
+    named = [message.removesuffix(todo).removeprefix(f"{tmp_path}/") for message in messages]
+    assert named[0].startswith("table/")
+    assert named[1:] == ["table", "lease/00000001.json", "one.json", "state.pt"]
+    assert end == "[1, 2] 1"
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert all(path.stat().st_size for path in files), files
+    assert len(files) == 2 + 3 + 1  # shards, commits, the lease
 
 
 def test_failing_writer_leaves_nothing(tmp_path):

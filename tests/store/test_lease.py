@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from store import lease as lease_module
 from store.lease import Lost, lease, take
 from store.place import Place, place_of
 
@@ -100,6 +102,51 @@ def test_a_living_holder_keeps_it_when_the_clock_is_set(place, monkeypatch):
         monkeypatch.setattr("psutil._pslinux.boot_time", lambda: real() + 1)
         with pytest.raises(ValueError, match="is held by"):
             take(place, wait=0.0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds by which the clock is ahead, in a list; a real one cannot be set in a test."""
+    ahead = [0.0]
+    fake = SimpleNamespace(
+        time=lambda: time.time() + ahead[0], monotonic=time.monotonic, sleep=time.sleep
+    )
+    monkeypatch.setattr(lease_module, "time", fake)
+    return ahead
+
+
+def test_a_clock_set_forward_ends_a_lease_and_its_holder_commits_nothing(place, clock):
+    with lease(place) as first:
+        clock[0] = 3600.0
+        second = take(place, wait=0.0)
+        with pytest.raises(Lost, match="nothing was committed, run the same command again"):
+            first.check()
+    second.check()
+
+
+def test_a_clock_set_back_lets_the_holder_go_on(place, clock):
+    with lease(place) as held:
+        clock[0] = -3600.0
+        held.check()
+        held.extend()
+        with pytest.raises(ValueError, match="wait for it to end"):
+            take(place, wait=0.0)
+    take(place, wait=0.0)
+
+
+def test_a_dead_holder_whose_clock_was_ahead_is_removed_by_hand(place, clock, monkeypatch):
+    monkeypatch.setattr(lease_module, "_process", list)  # as of another host
+    clock[0] = 86_400.0
+    dead = take(place)
+    clock[0] = 0.0
+    with pytest.raises(ValueError, match=r"clocks of the two differ.* remove (.*)$") as told:
+        take(place, wait=0.0)
+    file = str(told.value).rpartition(" ")[2]
+    assert file == f"{place}/00000001.json"
+    place.delete(["00000001.json"])
+    take(place, wait=0.0).check()
+    with pytest.raises(Lost):
+        dead.check()
 
 
 def test_another_process_with_the_number_of_a_dead_holder_does_not_hold_it(place):
