@@ -53,7 +53,7 @@ def test_plan_calls_plan_and_only_where_there_is_one(stage, capsys):
     assert cli.main(["train", "--plan", "train.steps=3"]) == 0
     assert json.loads(capsys.readouterr().out) == {"plan": 3}
     assert cli.main(["ingest", "--plan"]) == 2
-    assert "ingest has no --plan; only select, train" in capsys.readouterr().err
+    assert "ingest has no --plan; only regenerate, select, train" in capsys.readouterr().err
     assert not seen
 
 
