@@ -64,15 +64,19 @@ TWICE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: $(INSTALLED)  ## all tests but those of test-long; real servers and clusters included
-	$(BIN)/python -m pytest $(TWICE) -m "not long" $(ARGS)
+	$(BIN)/python -m pytest $(TWICE) -m "not long and not hours" $(ARGS)
 
 .PHONY: test-long
 test-long: $(INSTALLED)  ## the whole loop on the real target in both dtypes, and long tests of parts
 	$(BIN)/python -m pytest $(TWICE) -m long $(ARGS)
 
+.PHONY: test-windows
+test-windows: $(INSTALLED)  ## three windows of shifting traffic on a live fleet (most of an hour)
+	$(BIN)/python -m pytest -m hours $(ARGS)
+
 .PHONY: test-fast
 test-fast: $(INSTALLED)  ## the tests that take seconds
-	$(BIN)/python -m pytest $(TWICE) -m "not e2e and not slow" $(ARGS)
+	$(BIN)/python -m pytest $(TWICE) -m "not e2e and not slow and not hours" $(ARGS)
 
 .PHONY: lint
 lint: $(INSTALLED)  ## ruff, sizes, imports and pyright

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ LEARN: list[tuple[str, Callable[[Config], dict[str, Any]]]] = [
     ("promote", promote.run),
 ]
 START_SECONDS = 600.0
+MIX = {"orders": 600, "tickets": 300}
+"""While it rolls out, both domains are judged."""
 
 
 def run(cfg: Config) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def run(cfg: Config) -> dict[str, Any]:
     cfg = _settings(cfg, champion[1])
     seconds: dict[str, float] = {}
     done: dict[str, Any] = {"first": champion[0]}
-    with _timed(seconds, "fleet"), _fleet(cfg) as endpoint, Clients(cfg, endpoint) as clients:
+    with _timed(seconds, "fleet"), fleet_of(cfg) as endpoint, Clients(cfg, endpoint) as clients:
         with _timed(seconds, "new traffic"):
             clients.send(prompts("orders", cfg.demo.orders, cfg.demo.seed))
         with cluster(cfg):
@@ -69,10 +71,10 @@ def run(cfg: Config) -> dict[str, Any]:
                     done[name] = logged(cfg, name, stage)
         if not done["promote"]["ok"]:
             raise ValueError("the gate refused the second drafter: its reasons are above")
-        with clients.streaming(), _timed(seconds, "rollout"):
+        with clients.streaming(MIX), _timed(seconds, "rollout"):
             done["rollout"] = logged(cfg, "rollout", rollout.run)
         force(cfg, _random_drafter(cfg, champion[1]))
-        with clients.streaming(), _timed(seconds, "bad rollout"):
+        with clients.streaming(MIX), _timed(seconds, "bad rollout"):
             done["bad"] = logged(cfg, "rollout", rollout.run)
         done["clients"] = clients.summary()
     summary = _summary(done, seconds)
@@ -95,7 +97,7 @@ def _settings(cfg: Config, base: Path) -> Config:
 
 
 @contextmanager
-def _fleet(cfg: Config) -> Iterator[str]:
+def fleet_of(cfg: Config) -> Iterator[str]:
     """`flywheel fleet` as a process of its own; gives the endpoint once it serves."""
     settings, log = cfg.path("demo_fleet.yaml"), cfg.path("server_logs", "fleet.log")
     settings.write_text(commented(cfg))
@@ -140,13 +142,16 @@ class Clients:
         self._work(lambda: waiting.pop() if waiting else None).join_all()
 
     @contextmanager
-    def streaming(self) -> Iterator[None]:
-        """Orders, and a third of tickets, as long as the block runs: both domains are judged."""
+    def streaming(self, mix: Mapping[str, int]) -> Iterator[None]:
+        """As many prompts of each domain, in any order and again and again, as long as the block
+        runs.
+        """
         stopped, number = threading.Event(), iter(range(sys.maxsize))
         rng = random.Random(time.time_ns())
         mixed = [
-            *prompts("orders", 600, rng.randrange(10**6)),
-            *prompts("tickets", 300, rng.randrange(10**6)),
+            one
+            for domain, count in mix.items()
+            for one in prompts(domain, count, rng.randrange(10**6))
         ]
         rng.shuffle(mixed)
         running = self._work(lambda: None if stopped.is_set() else mixed[next(number) % len(mixed)])

@@ -2,12 +2,37 @@
 
 import os
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 # Two threads on matrices this small only wait for each other.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """made_once(name, make): the folder `name` as make(folder) fills it, once for all processes of
+    this run of pytest.
+    """
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder, whole = root / f"{name}-once", root / f".{name}-once.whole"
+        with FileLock(root / f".{name}-once.lock"):
+            if not whole.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                whole.touch()
+        return folder
+
+    return made
 
 
 @pytest.fixture(scope="session")
@@ -26,19 +51,19 @@ def ray_cluster(s3):
 
 
 @pytest.fixture(scope="session")
-def harvested(tmp_path_factory, ray_cluster):
+def harvested(made_once, ray_cluster):
     """A work folder up to its features; do not write to it, take `work`."""
     from tests.helpers.work import make_work
 
-    return make_work(tmp_path_factory.mktemp("harvested"))
+    return made_once("harvested", make_work)
 
 
 @pytest.fixture(scope="session")
-def rivals(tmp_path_factory, ray_cluster):
+def rivals(made_once, ray_cluster):
     """Traffic and two drafters to compare on it; do not write to it, copy it."""
     from tests.helpers.work import make_rivals
 
-    return make_rivals(tmp_path_factory.mktemp("rivals"))
+    return made_once("rivals", make_rivals)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +82,15 @@ def one_process():
 
 
 @pytest.fixture(scope="session")
-def empty_database(tmp_path_factory):
+def empty_database(made_once):
     """MLflow needs ten seconds to make its tables: once."""
     from jobs.base.config import load
     from jobs.registry.versions import Registry
 
-    cfg = load(None, [f"work={tmp_path_factory.mktemp('mlflow')}"])
-    assert Registry(cfg).current("champion") is None
-    return cfg.path("mlflow.db")
+    def make(folder: Path) -> None:
+        assert Registry(load(None, [f"work={folder}"])).current("champion") is None
+
+    return made_once("mlflow", make) / "mlflow.db"
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
 """Tiny random targets and a drafter trained on one of them, in seconds."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -36,10 +38,23 @@ def pair(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+Made = TypeVar("Made")
+_MADE: dict[tuple[str, str], Any] = {}
+
+
+def of_pair(pair: str, name: str, make: Callable[[], Made]) -> Made:
+    """What `make` gives for this pair, made once: pytest ends a fixture when its parameter changes,
+    and that is twice in every file.
+    """
+    if (pair, name) not in _MADE:
+        _MADE[pair, name] = make()
+    return _MADE[pair, name]
+
+
 @pytest.fixture(scope="session")
 def target_folder(pair: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind = pair.partition("-")[0]
-    return make_target(tmp_path_factory.mktemp(kind), kind)
+    return of_pair(pair, "folder", lambda: make_target(tmp_path_factory.mktemp(kind), kind))
 
 
 @pytest.fixture(scope="session")
@@ -48,8 +63,8 @@ def dtype(pair: str) -> torch.dtype:
 
 
 @pytest.fixture(scope="session")
-def target(target_folder: Path, dtype: torch.dtype) -> Target:
-    return load_target(target_folder, dtype)
+def target(pair: str, target_folder: Path, dtype: torch.dtype) -> Target:
+    return of_pair(pair, "target", lambda: load_target(target_folder, dtype))
 
 
 @pytest.fixture(scope="session")
@@ -78,8 +93,12 @@ def drafter(config: DrafterConfig, dtype: torch.dtype) -> Drafter:
 
 
 @pytest.fixture(scope="session")
-def samples(target: Target, config: DrafterConfig) -> list[Sample]:
+def samples(pair: str, target: Target, config: DrafterConfig) -> list[Sample]:
     """Greedy answers of the target to random prompts, with its features."""
+    return of_pair(pair, "samples", lambda: make_samples(target, config))
+
+
+def make_samples(target: Target, config: DrafterConfig) -> list[Sample]:
     found = []
     for i in range(12):
         prompt = torch.randint(0, 90, (5 + i,), generator=generator("prompt", i)).tolist()
@@ -91,9 +110,13 @@ def samples(target: Target, config: DrafterConfig) -> list[Sample]:
 
 
 @pytest.fixture(scope="session")
-def trained(samples: list[Sample], target: Target, config: DrafterConfig) -> Drafter:
+def trained(pair: str, samples: list[Sample], target: Target, config: DrafterConfig) -> Drafter:
     """A drafter that has learned some of its training answers, its float32 weights rounded as an
     export rounds them: tau well above 1 and below B."""
+    return of_pair(pair, "trained", lambda: train(samples, target, config))
+
+
+def train(samples: list[Sample], target: Target, config: DrafterConfig) -> Drafter:
     drafter = new_drafter(config, seed=0)
     optimizers = build_optimizers(drafter, "adamw", 5e-3, torch.float32)
     candidates = Candidates(torch.arange(97), 97, 0)

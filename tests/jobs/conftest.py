@@ -57,11 +57,11 @@ def in_process(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def fleet_base(tmp_path_factory, empty_database):
+def fleet_base(made_once, empty_database):
     """See `make_base`; do not write to it."""
     from tests.helpers.rollouts import make_base
 
-    return make_base(tmp_path_factory.mktemp("registry"), empty_database)
+    return made_once("registry", lambda folder: make_base(folder, empty_database)) / "base"
 
 
 @pytest.fixture

@@ -1,4 +1,11 @@
-"""`flywheel rollout` over real vLLM servers: a good drafter advances, a bad one goes back."""
+"""`flywheel rollout` over real vLLM servers: a good drafter advances, though a replica is killed in
+the middle of its swap, and a bad one goes back.
+"""
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +18,7 @@ from jobs.base.config import load
 from jobs.registry.versions import CHAMPION, resolve
 from pipelines.demo_fleet import force
 from serving.client import complete
+from serving.replica_client import ReplicaClient, Unreachable
 from serving.vllm_server import Server
 from store import promotions
 from tests.serving.conftest import LEARNED, tiny_config
@@ -20,7 +28,32 @@ pytest.importorskip("vllm")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
-def test_good_advances_and_bad_goes_back(tiny_target, tiny_drafter, learned_drafter, tmp_path):
+class KillOnce:
+    """Kills a replica while its first swap is under way; `killed` has it then."""
+
+    def __init__(self, servers: list[Server], patch: pytest.MonkeyPatch):
+        self.servers = {server.url: server for server in servers}
+        self.killed: list[Server] = []
+        self.done = threading.Event()
+        self.real = ReplicaClient.activate
+        patch.setattr(ReplicaClient, "activate", lambda client, sha: self._activate(client, sha))
+
+    def _activate(self, client: ReplicaClient, sha256: str):
+        if self.killed:
+            return self.real(client, sha256)
+        server = self.servers[client.url]
+        self.killed.append(server)
+        assert server._process is not None
+        threading.Timer(0.03, os.killpg, (server._process.pid, signal.SIGKILL)).start()
+        with pytest.raises(Unreachable) as cut:
+            self.real(client, sha256)
+        self.done.set()
+        raise cut.value
+
+
+def test_good_advances_and_bad_goes_back(
+    tiny_target, tiny_drafter, learned_drafter, tmp_path, monkeypatch
+):
     token = tmp_path / "token"
     token.write_text(TOKEN)
     bad = tmp_path / "bad"
@@ -47,15 +80,21 @@ def test_good_advances_and_bad_goes_back(tiny_target, tiny_drafter, learned_draf
         )
         answers = complete(urls[0], REQUESTS, 4)
         wanted = {tuple(p): a.text for p, a in zip(LEARNED, answers, strict=True)}
-        with Streams(urls, wanted, clients=8) as streams:
-            force(cfg, tiny_drafter)
-            assert rollout.run(cfg)["decision"] == "unchanged"
-            force(cfg, learned_drafter)
-            good = rollout.run(cfg)
-            served = [Admin(url).status()["active"]["sha256"] for url in urls]
-            force(cfg, bad)
-            back = rollout.run(cfg)
-            again = [Admin(url).status()["active"]["sha256"] for url in urls]
+        force(cfg, tiny_drafter)
+        assert rollout.run(cfg)["decision"] == "unchanged"
+        force(cfg, learned_drafter)
+        kill = KillOnce([first, second], monkeypatch)
+        with ThreadPoolExecutor(1) as pool:
+            rolling = pool.submit(rollout.run, cfg)
+            assert kill.done.wait(120), "no replica was asked to swap"
+            kill.killed[0].start()  # as a supervisor does: with the drafter it began with
+            kill.killed[0].wait_until_ready()
+            with Streams(urls, wanted, clients=8) as streams:
+                good = rolling.result()
+                served = [Admin(url).status()["active"]["sha256"] for url in urls]
+                force(cfg, bad)
+                back = rollout.run(cfg)
+                again = [Admin(url).status()["active"]["sha256"] for url in urls]
     assert streams.faults == []
     assert good["decision"] == "advanced", good["why"]
     assert served == [drafter_sha256(learned_drafter)] * 2
