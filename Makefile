@@ -72,7 +72,7 @@ test-long: $(INSTALLED)  ## the whole loop on the real target in both dtypes, an
 
 .PHONY: test-windows
 test-windows: $(INSTALLED)  ## three windows of shifting traffic on a live fleet (most of an hour)
-	$(BIN)/python -m pytest -m hours $(ARGS)
+	$(BIN)/python -m pytest -m hours tests/e2e $(ARGS)
 
 .PHONY: test-fast
 test-fast: $(INSTALLED)  ## the tests that take seconds

@@ -104,6 +104,7 @@ def fleet_of(cfg: Config) -> Iterator[str]:
     state = cfg.path(FLEET_STATE)
     state.unlink(missing_ok=True)
     command = [sys.executable, "-m", "jobs.fleet", "--config", str(settings)]
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
     try:

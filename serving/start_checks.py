@@ -87,7 +87,7 @@ def free_port(host: str, port: int) -> int:
             if error.errno == errno.EADDRINUSE:
                 raise ValueError(
                     f"port {port} on {host} is in use: stop what listens there, or choose "
-                    "another port (serve.port=0 takes a free one)"
+                    "another port (0 takes a free one)"
                 ) from error
             raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         return probe.getsockname()[1]

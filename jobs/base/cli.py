@@ -45,6 +45,7 @@ STAGES = {
     "methods": ("jobs.methods", "other ways to draft on the same traffic: tau, speed, latency"),
     "report": ("jobs.report", "one HTML page about what was measured"),
     "sql": ("jobs.sql", "answer a question over the tables (flywheel sql NAME, or shell)"),
+    "ui": ("jobs.ui", "one page in a browser: the loop, its champions, windows and data"),
     "gc": ("jobs.gc", "compact tables, remove what no live version needs"),
     "cache": ("jobs.cache", "keep the feature cache within its size and age"),
     "migrate": ("jobs.migrate", "bring a work folder of an earlier release to today's layout"),
@@ -74,6 +75,9 @@ EXTRAS = {
     "mlflow": "ray",
     "duckdb": "ray",
     "matplotlib": "ray",
+    "jinja2": "ray",
+    "starlette": "ray",
+    "uvicorn": "ray",
     "vllm": "serve",
     "httpx": "serve",
 }

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jobs.base.profiles import PROFILES, profile_of
 from jobs.base.sections.data import Cache, Demo, Gc, Harvest, Ingest, Regenerate, Select
 from jobs.base.sections.environment import Mlflow, Ray, Target
-from jobs.base.sections.judging import Evaluate, Preflight, Promote, Rollback, Sql
+from jobs.base.sections.judging import Evaluate, Preflight, Promote, Rollback, Sql, Ui
 from jobs.base.sections.retraining import Retrain, Watch
 from jobs.base.sections.rolling_out import Rollout
 from jobs.base.sections.serving import Fleet, Methods, Serve, Verify
@@ -76,6 +76,7 @@ class Config:
     verify: Verify = field(default_factory=Verify)
     methods: Methods = field(default_factory=Methods)
     sql: Sql = field(default_factory=Sql)
+    ui: Ui = field(default_factory=Ui)
 
     def __post_init__(self) -> None:
         if "://" in self.scratch:

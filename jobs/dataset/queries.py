@@ -67,6 +67,16 @@ class Question:
                 text.append(line)
         return cls(path.stem, str(path), query, " ".join(text), defaults)
 
+    def values(self, given: Mapping[str, str]) -> dict[str, str]:
+        """As `bound`, for the parameters of its last statement. Raises ValueError for SQL that
+        DuckDB cannot parse, too.
+        """
+        try:
+            statements = duckdb.extract_statements(self.query)
+        except duckdb.Error as error:
+            raise ValueError(f"{self.file}: {error}") from error
+        return self.bound(given, sorted(statements[-1].named_parameters) if statements else [])
+
     def bound(self, given: Mapping[str, str], used: Collection[str]) -> dict[str, str]:
         """The value of each parameter that the SQL uses: given, else its default. Raises ValueError
         for one that it does not have, and for one without a value.
@@ -89,30 +99,39 @@ class Question:
 
 
 @contextmanager
-def opened(cfg: Config, query: str | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+def opened(
+    cfg: Config, query: str | None = None, without: Collection[str] = ()
+) -> Iterator[duckdb.DuckDBPyConnection]:
     """A database with the views and macros of sql/ over the latest versions, for the block. Only
-    those summaries and sizes are there that `query` needs (None: all).
+    those summaries and sizes are there that `query` needs (None: all). Tables in `without` are not
+    read and have no rows: for damaged ones.
     """
-    acceptance = cfg.table("acceptance")
-    versions = dict.fromkeys(TABLES) | {"acceptance": acceptance.version()}
+    acceptance, read = cfg.table("acceptance"), [name for name in TABLES if name not in without]
+    versions: dict[str, int | None] = dict.fromkeys(read)
+    if "acceptance" in read:
+        versions["acceptance"] = acceptance.version()
     with open_database(cfg, versions) as connection:
+        for name in without:
+            connection.register(f"{name}_rows", TABLES[name].empty_table())
         asked = query is None or re.search(r"(acceptance|production)_(requests|rounds)", query)
+        asked = asked and "acceptance" in read
         files = summaries(cfg, acceptance, versions["acceptance"]) if asked else {}
         for kind, schema in SCHEMAS.items():
             if files.get(kind):
                 connection.read_parquet(files[kind]).create_view(f"{kind}_summary")
             else:
                 connection.register(f"{kind}_summary", schema.empty_table())
-        connection.register("shards_rows", _shards(cfg, query is None or "shards" in query))
+        counted = read if query is None or "shards" in query else ()
+        connection.register("shards_rows", _shards(cfg, counted))
         connection.execute((FOLDER / SOURCES).read_text())
         yield connection
 
 
-def _shards(cfg: Config, wanted: bool) -> pa.Table:
+def _shards(cfg: Config, tables: Collection[str]) -> pa.Table:
     rows = [
         {"table": name, "shard": shard.name, "bytes": shard.bytes, "rows": shard.rows}
-        for name in TABLES
-        for shard in (cfg.table(name).shards().values() if wanted else ())
+        for name in tables
+        for shard in cfg.table(name).shards().values()
     ]
     kinds = [("table", pa.string()), ("shard", pa.string())]
     return pa.Table.from_pylist(
@@ -153,13 +172,8 @@ def answer(
 
 
 def ask_question(cfg: Config, question: Question, given: Mapping[str, str]) -> pa.Table:
-    """The answer to a question with parameters. Raises as `ask` and Question.bound."""
-    try:
-        statements = duckdb.extract_statements(question.query)
-    except duckdb.Error as error:
-        raise ValueError(f"{question.file}: {error}") from error
-    used = sorted(statements[-1].named_parameters) if statements else []
-    return ask(cfg, question.query, question.file, question.bound(given, used))
+    """The answer to a question with parameters. Raises as `ask` and Question.values."""
+    return ask(cfg, question.query, question.file, question.values(given))
 
 
 def empty_sources(cfg: Config, query: str) -> list[str]:

@@ -28,6 +28,12 @@ class CannotServe(ValueError):
     """This drafter does not run on this replica, whatever is tried."""
 
 
+class Died(Unreachable):
+    """A replica stopped answering while it exchanged its drafter: it was killed, or this drafter
+    killed it.
+    """
+
+
 def bring(cfg: Config, fleet: Fleet, registry: Registry, url: str, drafter: Named) -> bool:
     """Make replica `url` draft with `drafter`; returns whether it needed a restart.
 
@@ -72,6 +78,8 @@ def _swap(client: ReplicaClient, drafter: Named, folder: Path | None, target_id:
             client.deliver(folder, drafter.version, drafter.sha256, target_id)
         try:
             client.activate(drafter.sha256)
+        except Unreachable as error:
+            raise Died(str(error)) from error
         except Failed as error:
             if number == TRIES:
                 raise CannotServe(str(error)) from error

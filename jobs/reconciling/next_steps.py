@@ -30,7 +30,8 @@ NONE = Named()
 @dataclass(frozen=True, slots=True)
 class Step:
     """canary: choose replica `url`. bring: give it `drafter`. look: compare. go_back: the champion
-    is to be rolled back. hold: nothing can be done now. done: nothing is left to do.
+    is to be rolled back. wait: a replica is away or busy, which may pass. hold: nothing can be done
+    now. done: nothing is left to do.
     """
 
     kind: str
@@ -59,14 +60,14 @@ class Situation:
 
 
 def next_steps(now: Situation) -> list[Step]:
-    """The steps in order; the last one is look, hold or done."""
+    """The steps in order; the last one is look, wait, hold or done."""
     there = [one for one in now.seen if one.status is not None]
     if 2 * len(there) < len(now.seen):
         gone = [one.fault for one in now.seen if one.status is None]
         why = f"{len(gone)} of {len(now.seen)} replicas do not answer ({gone[0]})"
         return [Step("hold", why)]
     if any(one.status and one.status["state"] == "swapping" for one in there):
-        return [Step("hold", "a replica is swapping its drafter at this moment")]
+        return [Step("wait", "a replica is swapping its drafter at this moment")]
     champion = now.champion
     if champion is None:
         return _without_champion(now, there)
@@ -144,7 +145,7 @@ def _compare(now: Situation, there: list[Observed]) -> list[Step]:
     url, former = _url(row), former_of(row)
     canary = next((one for one in there if one.url == url), None)
     if canary is None:
-        return [Step("hold", f"the canary {url} does not answer")]
+        return [Step("wait", f"the canary {url} does not answer")]
     if canary.sha256 != champion.sha256 and url in now.given_up:
         return [Step("hold", f"the canary {url} did not take the champion")]
     steps = []

@@ -5,6 +5,7 @@ and the kept answers are all it goes by. So it may be killed at any point.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from jobs.base.console import console
 from jobs.promotion.going_back import NothingEarlier, go_back
 from jobs.reconciling import freezing
 from jobs.reconciling import rollout_rows as rows
-from jobs.reconciling.carrying_out import CannotServe, bring
+from jobs.reconciling.carrying_out import CannotServe, Died, bring
 from jobs.reconciling.kept_answers import KeptAnswers, read_feeds
 from jobs.reconciling.next_steps import (
     NONE,
@@ -34,12 +35,14 @@ from jobs.reconciling.required_traffic import (
 from jobs.reconciling.three_answers import Verdict, judge
 from jobs.registry.versions import CHAMPION, Registry, Version
 from jobs.tracking.mlflow_client import sqlite_file
-from serving.replica_client import ReplicaFault
+from serving.replica_client import ReplicaFault, Unreachable
 from store import promotions
 from store.lease import Lease, lease
 
 MORE = 1.25
 """A measurement is recorded when the canary has this many times the answers of the last one."""
+DEATHS = 2
+"""A replica that dies so often of one drafter cannot serve it; once, it may have been killed."""
 NO_HISTORY = rows.History(None, "", False, None, None)
 
 
@@ -64,6 +67,7 @@ class Reconciler:
         # Without its file nothing was ever registered; opening a registry would create it.
         self.registry = None if file is not None and not file.exists() else Registry(cfg)
         self.given_up: dict[str, str] = {}
+        self.deaths: Counter[tuple[str, str]] = Counter()  # of replica and drafter
         self.done: list[str] = []
         self.went_back = ""  # why
         self.rollout: int | None = None
@@ -96,7 +100,8 @@ class Reconciler:
     def run(self, with_canary: bool = True) -> tuple[str, str, Situation]:
         """Do what is to be done until nothing is, or nothing can be; (end, why, last situation).
 
-        End: done | hold | frozen. It waits at most `rollout.wait` seconds for evidence.
+        End: done | hold | frozen. It waits at most `rollout.wait` seconds for evidence, and for a
+        canary that is away.
         """
         until = time.monotonic() + self.cfg.rollout.wait
         while True:
@@ -112,7 +117,7 @@ class Reconciler:
             assert self.held is not None, "this reconciler was opened to look only"
             self.held.check()
             try:
-                why = self._do(now, step)
+                why = step.why if step.kind == "wait" else self._do(now, step)
             except rows.Moved:
                 continue
             if why and time.monotonic() >= until:
@@ -178,17 +183,20 @@ class Reconciler:
     def _bring(self, now: Situation, step: Step) -> str:
         if step.why.startswith("falls back"):
             self._note(now, rows.FALLBACK, step.why)
-        assert self.registry is not None  # something is registered
         mine = now.history.canary
         first = mine if mine and mine["evidence"]["replica"] == step.url else None
         try:
-            restarted = bring(self.cfg, self.fleet, self.registry, step.url, step.drafter)
+            restarted = self._bring_once(step)
         except CannotServe as error:
             if first and not now.history.proven and step.drafter.sha256 == _sha(now):
                 self._send_back(now, former_of(first), f"it cannot be served: {error}", None)
                 return ""
             self._give_up(step.url, str(error))
             return ""
+        except Unreachable as error:  # it may come back
+            self._held().check()
+            console.print(f"note: {error}")
+            return str(error)
         except (ReplicaFault, ValueError) as error:
             self._held().check()  # a lost lease ends the command
             self._give_up(step.url, str(error))
@@ -198,6 +206,17 @@ class Reconciler:
         if restarted:
             self._note(now, rows.RESTART, f"{step.url} was restarted with {step.drafter}")
         return ""
+
+    def _bring_once(self, step: Step) -> bool:
+        """As `bring`; a replica that dies twice of the same drafter cannot serve it."""
+        assert self.registry is not None  # something is registered
+        try:
+            return bring(self.cfg, self.fleet, self.registry, step.url, step.drafter)
+        except Died as error:
+            self.deaths[step.url, step.drafter.sha256] += 1
+            if self.deaths[step.url, step.drafter.sha256] < DEATHS:
+                raise
+            raise CannotServe(f"{step.url} died {DEATHS} times while it took it") from error
 
     def _give_up(self, url: str, why: str) -> None:
         """Leave a replica alone for the rest of this pass."""

@@ -3,17 +3,15 @@
 import os
 import platform
 from datetime import UTC, datetime
-from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
-from markupsafe import Markup
+from jinja2 import UndefinedError
 
 from jobs.base.config import Config
-from jobs.base.console import short_name, visible
 from jobs.base.packages import DISTRIBUTION, SHOWN, installed
 from jobs.reporting import coverage, methods_table, page_tables
 from jobs.reporting.facts import Facts, evaluated
 from jobs.reporting.figures import draw
+from jobs.reporting.templates import templates
 from jobs.reporting.worst_contexts import worst_contexts
 from jobs.tracking.mlflow_runs import attach
 from store.place import place_of
@@ -48,58 +46,35 @@ def publish(cfg: Config, drafter_sha256: str) -> str | None:
 
 def render(cfg: Config, facts: Facts) -> str:
     """The page as HTML text."""
-    environment = Environment(
-        loader=PackageLoader("jobs.reporting", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_plain,
-    )
-    environment.filters |= {"interval": interval, "signed": signed, "short": short_name}
     evaluation = facts.evaluation
-    return environment.get_template("page.html").render(
-        title=evaluation["drafter"],
-        lead=page_tables.lead(facts),
-        headline=page_tables.headline(facts),
-        subject=facts.version,
-        evaluation=evaluation,
-        verdict=page_tables.verdict(facts),
-        leakage=page_tables.leakage(facts),
-        faults=page_tables.verified_faults(facts),
-        power=page_tables.power(facts),
-        slices=page_tables.slice_table(facts),
-        by_k=page_tables.k_table(facts),
-        batches=list(facts.verified["predicted"]) if facts.verified else [],
-        advice=page_tables.k_advice(facts),
-        served=page_tables.served(facts),
-        preflight=facts.preflight,
-        pictures=draw(facts),
-        examples=worst_contexts(cfg, evaluation["target_id"], facts.version, evaluation["k"]),
-        methods=facts.methods,
-        method_columns=methods_table.columns(facts.methods) if facts.methods else [],
-        method_lines=methods_table.lines(facts.methods) if facts.methods else [],
-        coverage=coverage.lines(facts),
-        versions=_versions(),
+    return (
+        templates("jobs.reporting")
+        .get_template("page.html")
+        .render(
+            title=evaluation["drafter"],
+            lead=page_tables.lead(facts),
+            headline=page_tables.headline(facts),
+            subject=facts.version,
+            evaluation=evaluation,
+            verdict=page_tables.verdict(facts),
+            leakage=page_tables.leakage(facts),
+            faults=page_tables.verified_faults(facts),
+            power=page_tables.power(facts),
+            slices=page_tables.slice_table(facts),
+            by_k=page_tables.k_table(facts),
+            batches=list(facts.verified["predicted"]) if facts.verified else [],
+            advice=page_tables.k_advice(facts),
+            served=page_tables.served(facts),
+            preflight=facts.preflight,
+            pictures=draw(facts),
+            examples=worst_contexts(cfg, evaluation["target_id"], facts.version, evaluation["k"]),
+            methods=facts.methods,
+            method_columns=methods_table.columns(facts.methods) if facts.methods else [],
+            method_lines=methods_table.lines(facts.methods) if facts.methods else [],
+            coverage=coverage.lines(facts),
+            versions=_versions(),
+        )
     )
-
-
-def _plain(value: Any) -> Any:
-    """A value as it is put into the page: control and text-direction characters are escaped."""
-    if isinstance(value, str) and not isinstance(value, Markup):
-        return visible(value, lines=True)
-    return value
-
-
-def interval(ci: list[float] | None, digits: int = 3) -> str:
-    """[1, 2.5] -> "1.000 to 2.500"; None -> "too few conversations"."""
-    if ci is None:
-        return "too few conversations"
-    low, high = ci
-    return f"{low:.{digits}f} to {high:.{digits}f}"
-
-
-def signed(value: float, digits: int = 3) -> str:
-    """0.25 -> "+0.250"."""
-    return f"{value:+.{digits}f}"
 
 
 def _versions() -> list[tuple[str, str]]:

@@ -12,10 +12,12 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from statistics import mean
 from typing import Any
 
 import matplotlib
+from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -61,6 +63,8 @@ Point = tuple[str, float, Interval]
 """Name, value, interval."""
 Look = tuple[int, float, float, float]
 """Answers so far, estimate, low and high end."""
+Timed = tuple[datetime, float, Interval]
+"""When, value, interval."""
 
 
 def lines_by_position(lines: Mapping[str, tuple[Sequence[float], Sequence[Interval]]]) -> str:
@@ -213,6 +217,35 @@ def training_curves(
         below.set(xlabel="step", ylabel="replayed tau, val")
         if taus:
             below.legend()
+        return _svg(figure)
+
+
+def lines_over_time(
+    kind: str, lines: Mapping[str, Sequence[Timed]], changes: Sequence[datetime]
+) -> str:
+    """Acceptance length over time, with intervals; at most 5 lines. `changes`: when the
+    champion changed, as dotted lines. `kind` tells pictures of one page apart.
+    """
+    with _style(kind):
+        figure, axes = _figure(3.0)
+        for (name, points), color, marker in zip(
+            lines.items(), (BLUE, RED, GREEN, GRAY, INK), "os^Dv", strict=False
+        ):
+            times, values, intervals = zip(*points, strict=True)
+            axes.plot(times, values, marker=marker, mfc=PAGE, color=color, label=_entry(name))
+            for time, ci in zip(times, intervals, strict=True):
+                if ci:
+                    axes.plot([time, time], ci, color=color, linewidth=1, alpha=0.6)
+        every = [time for points in lines.values() for time, _, _ in points]
+        axes.set_xlim(min(every) - timedelta(hours=18), max(every) + timedelta(hours=18))
+        for time in changes:
+            axes.axvline(time, color=GRAY, linewidth=0.8, linestyle=":")
+        locator = AutoDateLocator(minticks=2, maxticks=5)
+        axes.xaxis.set_major_locator(locator)
+        axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+        axes.set_ylabel("tau, tokens per round")
+        axes.set_ylim(bottom=1)
+        _legend_above(axes, 2)
         return _svg(figure)
 
 

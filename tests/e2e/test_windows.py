@@ -25,7 +25,7 @@ from tests.helpers import mlflow_server
 
 pytestmark = [pytest.mark.hours, pytest.mark.e2e, pytest.mark.timeout(5400)]
 
-NEW, MORE = 100, 300
+NEW, MORE = 80, 300
 """Prompts of a domain that a window begins with, and those that stream while it rolls out."""
 MIXES = (("tickets",), ("tickets", "orders"), ("orders",))
 BIN_SECONDS = 60
@@ -44,9 +44,11 @@ def cfg(tmp_path_factory, empty_database) -> Iterator[Config]:
             f"serve.capture={folder / 'capture'}",
             f"ingest.logs={folder / 'capture'}",
             "ingest.test_percent=20",
-            "train.steps=120",
-            "retrain.minutes=4",
+            "train.steps=90",
+            "retrain.min_tokens=3000",
+            "retrain.minutes=2",
             "verify.repeats=1",
+            "serve.kv_cache_gib=1",  # `verify` starts servers beside the fleet
             "rollout.poll=2",
             "rollout.max_loss=0.15",
             "rollout.max_slice_loss=0.3",
@@ -73,11 +75,12 @@ def looking(cfg: Config) -> Iterator[None]:
         yield
     finally:
         ingest.run(cfg)
-        gains = ask(cfg, find_question("gain_of_windows").read_text()).to_pylist()
-        told = json.dumps(gains, indent=1, default=str)
-        cfg.path("windows.json").write_text(told)
-        print(told)
-        draw(cfg)
+        if cfg.table("acceptance").version():  # something was drafted
+            gains = ask(cfg, find_question("gain_of_windows").read_text()).to_pylist()
+            told = json.dumps(gains, indent=1, default=str)
+            cfg.path("windows.json").write_text(told)
+            print(told)
+            draw(cfg)
 
 
 def test_three_windows_on_a_live_fleet(cfg):

@@ -183,7 +183,8 @@ class _Handler(BaseHTTPRequestHandler):
             fake.calls.append(f"{self.command} {path}")
             what = path.rpartition("/")[2]
             if f"die-{what}" in fake.faults:  # the process ends, and a supervisor starts it again
-                fake.faults.discard(f"die-{what}")
+                if "again" not in fake.faults:
+                    fake.faults.discard(f"die-{what}")
                 fake.restart()
                 self.close_connection = True
                 return None

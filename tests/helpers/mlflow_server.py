@@ -43,7 +43,8 @@ def serving(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=os.environ | (env or {}),
+            # Its queue of jobs is nine more processes that each import MLflow: nobody uses it here.
+            env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"} | (env or {}),
         ) as process,
     ):
         try:

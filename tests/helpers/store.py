@@ -217,7 +217,10 @@ def _decisions() -> list[Row]:
             "1",
             "2",
             NEW,
-            {"rollout": 3, "verdict": {"answer": "advance", "judged": [judged, others]}},
+            {
+                "rollout": 3,
+                "verdict": {"answer": "advance", "answers": [80, 240], "judged": [judged, others]},
+            },
             "a loss beyond the tolerance is excluded",
         ),
     ]

@@ -15,7 +15,8 @@ from jobs.evaluation.intervals import Resamples
 from jobs.evaluation.summaries import by_k, describe, gain
 from jobs.report import run
 from jobs.reporting.facts import Facts
-from jobs.reporting.page import interval, publish, render
+from jobs.reporting.page import publish, render
+from jobs.reporting.templates import interval
 from jobs.tracking.mlflow_runs import experiment_id
 from store import promotions
 from store.schemas import SET_ASIDE

@@ -1,10 +1,7 @@
 """The page in a real browser: a phone, a desk, paper."""
 
-import html
-import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,57 +11,11 @@ from jobs.base.config import load
 from jobs.dataset.samples import load_requests
 from jobs.proof import reference_check
 from jobs.reporting.page import publish
+from tests.helpers.browser import BROWSER, NO_BROWSER, browse, measured
 from tests.helpers.work import RIVAL_SETTINGS
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason=f"no browser here (looked for {', '.join(BROWSERS)})"
-)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)
 WIDTHS = (360, 1000)
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--enable-logging=stderr",
-    "--no-pdf-header-footer",
-]
-# The page stands in a frame of each width (a headless window is never as narrow as a phone), and a
-# script around it measures what the reader would see.
-HARNESS = """<!doctype html><body>{frames}<pre id="found"></pre><script>
-function box(e) {{ const b = e.getBoundingClientRect();
-  return [b.left, b.top, b.right, b.bottom]; }}
-function measure(frame) {{
-  const page = frame.contentDocument, root = page.documentElement;
-  return {{
-    width: root.clientWidth,
-    scroll: root.scrollWidth,
-    outside: [...page.querySelectorAll("body *")].filter(e => !e.closest("svg, .scroll")
-      && e.getBoundingClientRect().right > root.clientWidth + 1).map(e => e.outerHTML.slice(0, 80)),
-    tables: [...page.querySelectorAll("table")].map(e => e.parentElement.clientWidth),
-    pictures: [...page.querySelectorAll("figure")].map(figure => ({{
-      id: figure.id, box: box(figure.querySelector("svg")),
-      font: Math.min(...[...figure.querySelectorAll("text")].map(
-        e => e.getBoundingClientRect().height)),
-      texts: [...figure.querySelectorAll("text")].map(e => [e.textContent, box(e)]),
-    }})),
-  }};
-}}
-window.onload = () => {{ document.getElementById("found").textContent =
-  JSON.stringify([...document.querySelectorAll("iframe")].map(measure)); }};
-</script></body>"""
-
-
-def browse(tmp_path, *arguments):
-    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +34,7 @@ def page(tmp_path_factory, rivals):
 @pytest.fixture(scope="module")
 def seen(page, tmp_path_factory):
     """What the browser measures: {width: {...}}."""
-    folder = tmp_path_factory.mktemp("harness")
-    text = html.escape(page.read_text())
-    style = "height:900px;border:0"
-    frames = [f'<iframe style="width:{w}px;{style}" srcdoc="{text}"></iframe>' for w in WIDTHS]
-    harness = folder / "harness.html"
-    harness.write_text(HARNESS.format(frames="".join(frames)))
-    dom = browse(folder, "--window-size=1200,900", "--dump-dom", f"file://{harness}")
-    found = re.search(r'<pre id="found">(.*?)</pre>', dom, re.DOTALL)
-    assert found, dom[-2000:]
-    return dict(zip(WIDTHS, json.loads(html.unescape(found[1])), strict=True))
+    return measured(tmp_path_factory.mktemp("harness"), page.read_text(), WIDTHS)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -181,15 +181,23 @@ def test_a_drafter_that_a_canary_cannot_serve_goes_back(start_fleet, fault):
 @pytest.mark.parametrize("moment", ["load", "activate"])
 def test_a_replica_killed_in_the_swap_comes_back_with_the_right_version(start_fleet, moment):
     with start_fleet(GOOD, GOOD) as one:
-        one.fakes[0].faults.add(f"die-{moment}")
-        assert one.run()["decision"] == "held"
-        assert one.loaded() == ["1", "1"]  # it restarted with what it was started with
+        one.fakes[0].faults.add(f"die-{moment}")  # it restarts with what it was started with
         assert one.run()["decision"] == "advanced"
         assert one.loaded() == ["2", "2"]
         one.fakes[1].restart()
         assert one.loaded() == ["2", "1"]
         assert one.run()["decision"] == "brought"
         assert one.loaded() == ["2", "2"]
+
+
+def test_a_drafter_that_kills_its_canary_goes_back(start_fleet):
+    with start_fleet(GOOD, GOOD) as one:
+        one.fakes[0].faults |= {"die-activate", "again"}
+        done = one.run()
+        assert done["decision"] == "rolled back"
+        assert "died 2 times while it took it" in done["why"]
+        assert one.loaded() == ["1", "1"]
+        assert one.fakes[0].calls.count("POST /flywheel/activate") == 2
 
 
 def test_a_replica_that_restarts_with_the_new_version_waits_for_the_canary(start_fleet):

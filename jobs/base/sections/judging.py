@@ -1,6 +1,7 @@
 """What is measured of a drafter, and what the gate asks of it."""
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Literal
 
 from jobs.base.settings import setting
@@ -70,3 +71,39 @@ class Sql:
     def __post_init__(self) -> None:
         if wrong := [word for word in self.parameters if "=" not in word]:
             raise ValueError(f"sql.parameters = {wrong[0]!r}: write NAME=VALUE")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ui:
+    """A page over the work folder, to look at."""
+
+    host: str = setting("127.0.0.1", "address to listen on; another than the loopback needs names")
+    port: int = setting(8900, "port to listen on; 0: a free one", minimum=0)
+    names: list[str] = setting(
+        [],
+        "host names by which browsers may reach the page beside the loopback's; the page has no "
+        "password",
+    )
+
+    def __post_init__(self) -> None:
+        if self.port > 65535:
+            raise ValueError(f"ui.port = {self.port}: ports end at 65535; 0 takes a free one")
+        if wrong := [name for name in self.names if not name or set(name) & set("*/:@ ")]:
+            raise ValueError(
+                f"ui.names = {wrong[0]!r}: expected a host name as a browser shows it, without "
+                "port, such as machine.example.com"
+            )
+        if not self.names and not is_loopback(self.host):
+            raise ValueError(
+                f"ui.host = {self.host!r}: the page has no password, and everyone who reaches "
+                "this address could read it. Keep 127.0.0.1 and use `ssh -L`, or allow it with "
+                "ui.names=[NAME], the name that browsers will use"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach an address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

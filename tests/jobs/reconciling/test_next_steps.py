@@ -60,7 +60,7 @@ def test_stragglers_of_a_fleet_that_has_it_follow():
 def test_a_canary_that_left_the_fleet_is_replaced_and_one_that_is_silent_is_waited_for():
     seen = [replica("u1"), replica("u2")]
     assert steps(version(), canary("u0"), *seen) == [("canary", "u1", "2")]
-    assert steps(version(), canary("u0"), replica("u0", None), *seen)[0][0] == "hold"
+    assert steps(version(), canary("u0"), replica("u0", None), *seen)[0][0] == "wait"
 
 
 def test_decisions_that_were_interrupted_are_finished():
@@ -95,5 +95,5 @@ def test_nothing_is_done_while_most_are_gone_or_one_is_swapping():
     gone = [replica("u0"), replica("u1", None), replica("u2", None)]
     assert steps(version(), NOTHING, *gone) == [("hold", "", "")]
     busy = [replica("u0", state="swapping"), replica("u1")]
-    assert steps(version(), NOTHING, *busy) == [("hold", "", "")]
+    assert steps(version(), NOTHING, *busy) == [("wait", "", "")]
     assert steps(None, NOTHING, replica("u0")) == [("hold", "", "")]

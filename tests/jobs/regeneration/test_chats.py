@@ -1,5 +1,7 @@
 """From prompt ids back to messages: exactly, or not at all."""
 
+from typing import Any
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -41,7 +43,7 @@ def tokenizer(template):
 def back(template, messages, thinking=None, **more):
     words = tokenizer(template)
     mode = {} if thinking is None else {"enable_thinking": thinking}
-    ids = words.apply_chat_template(
+    ids: Any = words.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False, **mode, **more
     )
     return Chats(words).messages_of(list(ids), thinking)
@@ -65,7 +67,7 @@ def test_what_cannot_be_told_for_certain_is_not_guessed():
     # A conversation that ends with the assistant's words is no prompt of a chat.
     assert back(CHATML, LONG[:2]) is None
     # Without its generation prompt, a request of another thinking mode is another prompt.
-    ids = words.apply_chat_template(ONE, add_generation_prompt=True, return_dict=False)
+    ids: Any = words.apply_chat_template(ONE, add_generation_prompt=True, return_dict=False)
     assert chats.messages_of(list(ids), False) is None
 
 
