@@ -1,6 +1,7 @@
 """The Ray cluster a stage runs on: the caller's, a named one, or a local one for this command."""
 
 import logging
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,14 +23,7 @@ def cluster(cfg: Config) -> Iterator[None]:
         yield
         return
     if cfg.ray.address:
-        try:
-            ray.init(address=cfg.ray.address)
-        except ConnectionError as error:
-            raise ConnectionError(
-                f"ray.address {cfg.ray.address}: no cluster answers ({first_line(error)}): start "
-                "its head, or correct ray.address, then run the same command again. A head that "
-                "found ~/.ray/auth_token when it started needs RAY_AUTH_MODE=token here, too"
-            ) from error
+        _connect(cfg.ray.address)
     else:
         # Ray makes a token for its own sockets and warns at every start: nothing for a user to do.
         auth = logging.getLogger("ray._private.authentication.authentication_token_setup")
@@ -45,6 +39,20 @@ def cluster(cfg: Config) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    try:
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if port.isdigit():  # otherwise Ray finds its address; to one that is gone it takes minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        ray.init(address=address)
+    except OSError as error:
+        raise ConnectionError(
+            f"ray.address {address}: no cluster answers ({first_line(error)}): start its head, or "
+            "correct ray.address, then run the same command again. A head that found "
+            "~/.ray/auth_token when it started needs RAY_AUTH_MODE=token here, too"
+        ) from error
 
 
 def cpus_each(nodes: Sequence[Mapping[str, Any]], workers: int, gpus: int = 0) -> int:

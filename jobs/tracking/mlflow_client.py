@@ -110,7 +110,7 @@ def open_client(cfg: Config) -> MlflowClient:
     if file is not None and file.is_file():
         _check_sqlite(file)
     with told(uri), _alone(file), _alone_in_postgres(uri):
-        if file is not None and not (file.is_file() and file.stat().st_size):
+        if file is not None and not file.exists():
             _create_sqlite(file)
         client = MlflowClient(uri, uri)
         client.search_registered_models(max_results=1)  # makes MLflow create the registry's tables

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -103,9 +104,11 @@ class Commands:
         process = self.start(words, most)
         return self.code(process), self.said(process)
 
-    def killed(self, words: list[str], after: float) -> bool:
-        """SIGKILL a command after so many seconds; whether it was still running."""
+    def killed(self, words: list[str], moment: Callable[[], bool], after: float = 0.0) -> bool:
+        """SIGKILL a command so many seconds after `moment`; whether it was still running."""
         process = self.start(words)
+        while not moment():
+            time.sleep(0.01)
         time.sleep(after)
         os.kill(process, signal.SIGKILL)  # one that has ended is there until `code`
         code = self.code(process)

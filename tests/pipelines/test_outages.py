@@ -23,7 +23,8 @@ from tests.helpers.promotion import actions, aliases, evaluate, make_drafter, ma
 from tests.helpers.retraining import Stages, add_traffic, last, states
 from tests.helpers.s3 import Restartable
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+# Servers that start again take most of their time.
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def start(words: list[str], said: Path) -> subprocess.Popen:
 @pytest.mark.timeout(900)
 def test_the_head_is_killed_and_comes_back(head, tmp_path):
     words = [*make_work(tmp_path), f"ray.address=127.0.0.1:{head.port}"]
-    words += ["harvest.samples_per_shard=1"]
+    words += ["harvest.samples_per_shard=8"]
     cfg, said = load(None, words), tmp_path / "said"
     process = start(words, said)
     while not (found := windows.read(cfg.table("windows"))) or "harvest" not in found[0].rows:
