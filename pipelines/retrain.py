@@ -183,15 +183,16 @@ class _Turn:
         """What is there to learn from: prompts of a former target are answered anew, and logs are
         ingested. Rows of the two steps.
         """
+        steps: list[tuple[str, Stage]] = [("ingest", ingest.run)]
+        if regenerate.waiting(self.cfg):
+            steps.insert(0, ("regenerate", regenerate.run))
         rows = {}
-        for name, stage in (("regenerate", regenerate.run), ("ingest", ingest.run)):
-            if name == "regenerate" and not regenerate.waiting(self.cfg):
-                continue
+        for name, stage in steps:
             started, clock = datetime.now(UTC), time.perf_counter()
             numbers = numbers_of(name, logged(self.cfg, name, stage))
             seconds = time.perf_counter() - clock
-            rows[name] = {"started_at": started, "seconds": seconds, "numbers": numbers}
-            rows[name]["state"] = "done"
+            done = {"state": "done", "started_at": started, "seconds": seconds}
+            rows[name] = done | {"numbers": numbers}
         return rows
 
     def _numbers(self, new: New) -> dict[str, Any]:

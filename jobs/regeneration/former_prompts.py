@@ -8,17 +8,20 @@ import pyarrow as pa
 
 from dflash.identity import legacy_target_id, target_id
 from jobs.base.config import Config
+from jobs.base.console import console
 from jobs.dataset.database import open_database
 from jobs.regeneration.chats import Chats
 from jobs.regeneration.kept_tokenizers import kept, renders_alike
 from serving.client import Request
+from store.place import first_line
+from store.shaped_answers import NEUTRAL
 from store.traffic_table import tokens_of
 
 QUERY = Path(__file__).with_suffix(".sql").read_text()
 ORDERED = "select * exclude (tokens_before, place) from former order by tokens_before, sample_id"
 LEFT_OUT = {
-    "no_tokenizer": "the tokenizer of the target that they were for was not kept: name a copy of "
-    "its folder in regenerate.former",
+    "no_tokenizer": "the tokenizer of the target that they were for was not kept, or cannot be "
+    "read: name a copy of its folder in regenerate.former",
     "no_chat": "the messages of the prompt cannot be told for certain (tools, a date, a template "
     "that changes them), and the present template is another",
     "too_long": "the prompt fills serve.max_model_len",
@@ -26,7 +29,8 @@ LEFT_OUT = {
     "empty": "the answer has no token",
 }
 """Why a prompt was not answered anew -> what that means."""
-PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")
+PLAIN = {name: NEUTRAL[name][0] for name in PENALTIES}
 """The target's plain choice of tokens, whatever its generation_config.json says."""
 LOOP_TOKENS, LOOP_TIMES = 64, 8
 LOOPS = {"min_pattern_size": 4, "max_pattern_size": LOOP_TOKENS, "min_count": LOOP_TIMES}
@@ -57,12 +61,16 @@ class Asking:
     def __init__(self, cfg: Config, identities: Iterable[str]):
         self.cfg = cfg
         self.left_out: dict[str, str] = {}
-        folders = {identity: kept(cfg, identity) for identity in sorted({*identities})}
-        self.chats = {
-            identity: None if renders_alike(folder, cfg.target_path) else Chats(_tokenizer(folder))
-            for identity, folder in folders.items()
-            if folder is not None
-        }
+        self.chats: dict[str, Chats | None] = {}
+        """By target; None where its prompts are those of the present target. Targets whose
+        tokenizer is not there are missing.
+        """
+        for identity in sorted({*identities}):
+            folder = kept(cfg, identity)
+            if folder is not None and renders_alike(folder, cfg.target_path):
+                self.chats[identity] = None
+            elif folder is not None and (tokenizer := _tokenizer(folder)) is not None:
+                self.chats[identity] = Chats(tokenizer)
 
     def requests(self, rows: list[Row]) -> Iterator[tuple[Row, Request]]:
         """(row, request) of those that can be asked again, in their order."""
@@ -112,11 +120,12 @@ def sampler_of(cfg: Config, row: Row) -> Row:
     return {"temperature": row["temperature"], **kept_values}
 
 
-def _tokenizer(folder: Path) -> Any:
+def _tokenizer(folder: Path) -> Any | None:
+    """The tokenizer of a former target; None if it cannot be read, so that others go on."""
     from transformers import AutoTokenizer  # as in dflash/target_model.py
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        what = "the tokenizer of a former target cannot be read"
-        raise ValueError(f"{folder}: {what}: {error}") from error
+    except Exception as error:  # noqa: BLE001 (a tokenizer raises what it likes)
+        console.print(f"note: {folder}: this tokenizer cannot be read: {first_line(error)}")
+        return None

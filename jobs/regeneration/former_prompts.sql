@@ -1,4 +1,4 @@
--- One row of every prompt that a former target answered, in the order in which they are answered anew: the domains in
+-- One row of every prompt that former targets answered, in the order in which they are answered anew: the domains in
 -- turn, newest first, until their former answers have $tokens tokens.
 create temp table former as
 with of_prompt as (
@@ -22,7 +22,7 @@ with of_prompt as (
     where target_id not in (select unnest($ours)) and ids_source = 'served'
     qualify
         row_number() over (
-            partition by target_id, prompt_id
+            partition by prompt_id
             order by starts_with(conversation_id, 'prompt-'), captured_at desc nulls last, sample_id
         ) = 1
 ),

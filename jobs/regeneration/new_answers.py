@@ -5,6 +5,7 @@ follows from the samples whose prompts were asked.
 """
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -23,11 +24,14 @@ KEPT = ("domain", "tenant", "language", "thinking", "consent")
 def asked_already(cfg: Config) -> set[str]:
     """Samples whose prompts this target has answered anew, or will never answer."""
     found: set[str] = set()
-    for log in answer_places.answer_logs(cfg).objects():
-        lines = (answer_places.answer_logs(cfg).read(log.name) or b"").splitlines()
-        found.update(json.loads(line)["from_sample"] for line in lines)
-    for file in answer_places.left_out(cfg).objects():
-        found.update(json.loads(answer_places.left_out(cfg).read(file.name) or b"{}"))
+    logs, aside = answer_places.answer_logs(cfg), answer_places.left_out(cfg)
+    for log in logs.objects():
+        for line in (logs.read(log.name) or b"").splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # of a damaged line, it is asked again
+                found.add(json.loads(line)["from_sample"])
+    for file in aside.objects():
+        with suppress(ValueError, TypeError):
+            found.update(json.loads(aside.read(file.name) or b"{}"))
     return found
 
 

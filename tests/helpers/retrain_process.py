@@ -41,17 +41,11 @@ from store.schemas import TABLES
 from tests.helpers.capture_logs import SameProcess
 from tests.helpers.harvesting import here
 from tests.helpers.promotion import actions, aliases
+from tests.helpers.retraining import GATE
 from tests.helpers.tiny import make_target
 from tests.helpers.work import SETTINGS, record
 
 ROOT = Path(__file__).parents[2]
-GATE = """
-tau: {min: 1.0}
-gain: {min: -9.0}
-domains: {max_loss: 0.98, visible: 1.0}
-leaking: {max_share: 1.0}
-speed: {required: false}
-"""
 
 
 def make_work(folder: Path) -> list[str]:

@@ -12,6 +12,14 @@ from store import windows
 from store.windows import Window
 from tests.helpers.tables import add_rows
 
+GATE = """
+tau: {min: 1.0}
+gain: {min: -9.0}
+domains: {max_loss: 0.98, visible: 1.0}
+leaking: {max_share: 1.0}
+speed: {required: false}
+"""
+"""A gate that lets drafters of tiny runs pass."""
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 
 

@@ -16,17 +16,9 @@ from jobs.training.validation import Choice
 from pipelines import retrain
 from store import windows
 from store.ids import drafter_version
-from tests.helpers.retraining import NOON
+from tests.helpers.retraining import GATE, NOON
 from tests.helpers.tables import add_rows
 from tests.helpers.work import configure, record
-
-GATE = """
-tau: {min: 1.0}
-gain: {min: -9.0}
-domains: {max_loss: 0.98, visible: 1.0}
-leaking: {max_share: 1.0}
-speed: {required: false}
-"""
 
 
 @pytest.fixture

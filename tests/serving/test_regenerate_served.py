@@ -141,3 +141,13 @@ def test_an_unknown_former_target_can_be_named(tmp_path, tiny_target, capsys):
     kept_tokenizers.keep(cfg, former)
     assert len(regenerate.waiting(cfg)) == 1
     assert kept_tokenizers.kept(cfg, target_id(former)) is not None
+    cfg.place("targets", target_id(former)).write("tokenizer.json", b"{")
+    assert regenerate.run(cfg)["left_out"] == {"no_tokenizer": 1}
+    assert "this tokenizer cannot be read" in capsys.readouterr().err
+    [row] = regenerate.waiting(cfg)
+    told = json.dumps({"from_sample": row["sample_id"]})
+    logs = answer_places.answer_logs(cfg)
+    logs.write("torn.jsonl", f'{told[:-4]}\n[]\n{{"v": 1}}\n'.encode())
+    assert regenerate.waiting(cfg) == [row], "a damaged line answers nothing, and stops nothing"
+    logs.write("whole.jsonl", told.encode())
+    assert regenerate.waiting(cfg) == []
