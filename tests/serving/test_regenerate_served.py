@@ -134,9 +134,7 @@ def test_an_unknown_former_target_can_be_named(tmp_path, tiny_target, capsys):
     cfg = load(None, [f"work={tmp_path / 'work'}", f"target.path={tiny_target}"])
     done = regenerate.run(cfg)
     assert (done["answers"], done["left_out"]) == (0, {"no_tokenizer": 1})
-    assert "name a copy of its folder in regenerate.former" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    assert "regenerate.former" in capsys.readouterr().err
     assert [*answer_places.left_out(cfg).objects()] == [], "a folder may still be named"
     kept_tokenizers.keep(cfg, former)
     assert len(regenerate.waiting(cfg)) == 1
@@ -145,9 +143,9 @@ def test_an_unknown_former_target_can_be_named(tmp_path, tiny_target, capsys):
     assert regenerate.run(cfg)["left_out"] == {"no_tokenizer": 1}
     assert "this tokenizer cannot be read" in capsys.readouterr().err
     [row] = regenerate.waiting(cfg)
-    told = json.dumps({"from_sample": row["sample_id"]})
+    answered = json.dumps({"from_sample": row["sample_id"]})
     logs = answer_places.answer_logs(cfg)
-    logs.write("torn.jsonl", f'{told[:-4]}\n[]\n{{"v": 1}}\n'.encode())
+    logs.write("torn.jsonl", f'{answered[:-4]}\n[]\n{{"v": 1}}\n'.encode())
     assert regenerate.waiting(cfg) == [row], "a damaged line answers nothing, and stops nothing"
-    logs.write("whole.jsonl", told.encode())
+    logs.write("whole.jsonl", answered.encode())
     assert regenerate.waiting(cfg) == []
