@@ -73,7 +73,7 @@ def start(words: list[str], said: Path) -> subprocess.Popen:
         )
 
 
-# By hand: on a busy machine the last command did not always find the head that came back.
+# By hand: it passes on a quiet machine; beside other work a head that came back was once not found.
 @pytest.mark.hours
 @pytest.mark.timeout(900)
 def test_the_head_is_killed_and_comes_back(head, tmp_path):
