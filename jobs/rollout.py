@@ -6,7 +6,8 @@ replicas say and promotions/ has. docs/explanation/rollout.md.
 """
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from jobs.base.cli import run_as_module
@@ -15,20 +16,26 @@ from jobs.base.console import console, print_table, short_name
 from jobs.reconciling import freezing
 from jobs.reconciling.next_steps import Situation, next_steps
 from jobs.reconciling.picture import write_evidence
-from jobs.reconciling.reconciler import Reconciler, reconciling
+from jobs.reconciling.reconciler import Busy, Reconciler, reconciling
 from jobs.reconciling.three_answers import Verdict
 
 
 def run(cfg: Config) -> dict[str, Any]:
     """Roll out once, or for ever with `rollout.watch`; returns what came of it.
 
-    `ok`: every replica drafts with the champion that there was at the beginning. Raises ValueError
-    without any replica, and when another roll-out holds the lease.
+    `ok`: every replica drafts with the champion that there was at the beginning. Waits
+    `rollout.wait` for another roll-out, then holds. Raises ValueError without any replica.
     """
     if cfg.rollout.freeze:
         return _switch(cfg)
-    with nullcontext() if cfg.rollout.watch else reconciling(cfg) as one:
-        return _watch(cfg) if one is None else _once(cfg, one)
+    if cfg.rollout.watch:
+        return _watch(cfg)
+    try:
+        with _after_others(cfg) as one:
+            return _once(cfg, one)
+    except Busy as busy:
+        console.print(f"held: {busy}")
+        return {"stage": "rollout", "ok": False, "decision": "held", "why": str(busy)}
 
 
 def plan(cfg: Config) -> dict[str, Any]:
@@ -45,6 +52,17 @@ def plan(cfg: Config) -> dict[str, Any]:
         "stage": "rollout",
         "steps": [{"step": s.kind, "replica": s.url, "why": s.why} for s in steps],
     }
+
+
+@contextmanager
+def _after_others(cfg: Config) -> Iterator[Reconciler]:
+    with ExitStack() as stack:
+        try:
+            one = stack.enter_context(reconciling(cfg))
+        except Busy as busy:  # it may be the one that brings what this command was started for
+            console.print(f"{busy} (waiting for up to rollout.wait = {cfg.rollout.wait:g} s)")
+            one = stack.enter_context(reconciling(cfg, cfg.rollout.wait))
+        yield one
 
 
 def _once(cfg: Config, one: Reconciler) -> dict[str, Any]:

@@ -46,15 +46,22 @@ DEATHS = 2
 NO_HISTORY = rows.History(None, "", False, None, None)
 
 
+class Busy(ValueError):
+    """Another roll-out is running."""
+
+
 @contextmanager
-def reconciling(cfg: Config) -> Iterator["Reconciler"]:
-    """Be the only process, on any host, that rolls out. ValueError naming the other one."""
+def reconciling(cfg: Config, wait: float = 3.0) -> Iterator["Reconciler"]:
+    """Be the only process, on any host, that rolls out.
+
+    Raises Busy naming the other one if it is still at work after `wait` seconds.
+    """
     find_fleet(cfg)  # without one, nothing is written
     with ExitStack() as stack:
         try:
-            held = stack.enter_context(lease(cfg.place("leases", "rollout"), wait=3.0))
+            held = stack.enter_context(lease(cfg.place("leases", "rollout"), wait))
         except ValueError as error:
-            raise ValueError(f"another roll-out is running: {error}") from error
+            raise Busy(f"another roll-out is running: {error}") from error
         yield Reconciler(cfg, held)
 
 

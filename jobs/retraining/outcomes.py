@@ -59,7 +59,7 @@ def outcome(window: Window, step: str, summary: Numbers) -> Outcome | None:
     if step == "promote":
         return _promoted(window, summary)
     if step == "rollout":
-        return _rolled_out(summary)
+        return _rolled_out(window, summary)
     return None
 
 
@@ -73,9 +73,12 @@ def _promoted(window: Window, summary: Numbers) -> Outcome | None:
     return None  # promoted now, or by a command that was killed before it could say so
 
 
-def _rolled_out(summary: Numbers) -> Outcome:
+def _rolled_out(window: Window, summary: Numbers) -> Outcome:
     if summary["decision"] == "rolled back":
         return "rolled back", f"rollout: {summary['why']}"
     if summary["decision"] in ("held", "frozen"):
         return "waiting", f"rollout: {summary['why']}"
+    champion, ours = summary["champion"], window.numbers("promote").get("version")
+    if champion != ours:  # another roll-out, or somebody, was faster
+        return "rolled back", f"rollout: the champion is version {champion} now, not {ours}"
     return "promoted", f"rollout: {summary['why']}"

@@ -115,7 +115,11 @@ SUMMARIES: dict[str, dict[str, Any]] = {
         "reasons": [],
         "drafter_sha256": "d" * 64,
     },
-    "rollout": {"decision": "advanced", "why": "every replica drafts with it"},
+    "rollout": {
+        "decision": "advanced",
+        "champion": "2",
+        "why": "every replica drafts with it",
+    },
 }
 
 

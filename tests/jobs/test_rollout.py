@@ -1,8 +1,11 @@
 """Roll-outs over fake replicas: who advances, who is held, who goes back, and what a fault does."""
 
 import json
+import re
 import shutil
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -259,12 +262,24 @@ def test_a_frozen_fleet_is_only_observed(start_fleet):
 
 
 def test_two_roll_outs_do_not_fight(start_fleet):
-    with (
-        start_fleet(GOOD, GOOD) as one,
-        reconciling(one.cfg),
-        pytest.raises(ValueError, match=r"another roll-out is running: .*@"),
-    ):
-        one.run()
+    with start_fleet(GOOD, GOOD) as one, reconciling(one.cfg):
+        one.cfg = one.cfg.override("rollout", wait=0.5)
+        found = one.run()
+        assert (found["ok"], found["decision"]) == (False, "held")
+        assert re.match(r"another roll-out is running: .*@", found["why"])
+        assert one.loaded() == ["1", "1"]
+
+
+def test_a_roll_out_waits_for_another_one(start_fleet, capsys):
+    with start_fleet(GOOD, GOOD) as one:
+        with ThreadPoolExecutor() as pool:
+            with reconciling(one.cfg):
+                second = pool.submit(one.run)
+                while "waiting for up to rollout.wait" not in (told := capsys.readouterr().err):
+                    assert not second.done(), told
+                    time.sleep(0.1)
+            assert second.result()["decision"] == "advanced"
+        assert one.loaded() == ["2", "2"]
 
 
 def test_a_plan_changes_nothing(start_fleet):

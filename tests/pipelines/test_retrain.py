@@ -114,6 +114,12 @@ def test_too_little_is_skipped_and_belongs_to_the_next_window(cfg, stages):
             "preflight: drafts",
         ),
         ("rollout", {"decision": "rolled back", "why": "slow"}, "rolled back", "rollout: slow"),
+        (
+            "rollout",
+            {"decision": "unchanged", "champion": "1"},
+            "rolled back",
+            "rollout: the champion is version 1 now, not 2",
+        ),
     ],
 )
 def test_what_is_decided_about_a_drafter_is_no_error(
