@@ -21,6 +21,9 @@ FINAL_NORM = 0.3
 """Initial weight of the final norm. At 1, the logits of an untrained drafter are large, and the
 first steps only shrink them (docs/decisions/007)."""
 
+ROWS_PER_CHUNK = 128
+"""Drafts that are compared with the whole vocabulary at a time."""
+
 ContextKV = list[tuple[Tensor, Tensor]]
 """Per layer the context keys and values, each [B, kv_heads, T, D]."""
 
@@ -201,17 +204,20 @@ class Drafter(nn.Module):
         whole = logits.new_full((*logits.shape[:-1], len(head_VH)), -torch.inf)
         return whole.index_copy_(-1, ids, logits)
 
-    def drafts(self, hidden: Tensor, head_VH: Tensor, previous: Tensor) -> Tensor:
-        """What a slot drafts greedily if the token before it is `previous`: token ids [...].
+    def scores(self, hidden: Tensor, head_VH: Tensor, previous: Tensor) -> Tensor:
+        """What a slot drafts by: [..., V], from hidden [..., H] and the tokens before it [...].
 
-        hidden [..., H], previous [...]. A draft is accepted while it equals the target's token, and
-        then the drafts before it do so, too. So with the target's tokens as `previous`, this is the
-        rule of acceptance of a whole block in one step, whatever the head.
+        Without a selector these are the logits. Greedy drafting takes the argmax.
         """
         logits = self.logits(hidden, head_VH)
         if self.candidate_selector is None:
-            return logits.argmax(-1)
-        return self.candidate_selector.best(hidden, logits, previous)
+            return logits
+        return self.candidate_selector.rescored(hidden, logits, previous)
+
+    def rival_scores(self, hidden: Tensor, unary: Tensor, tokens: Tensor, previous: Tensor):
+        """`PathSelector.scores`. A method of the drafter, because FSDP gathers for those."""
+        assert self.candidate_selector is not None
+        return self.candidate_selector.scores(hidden, unary, tokens, previous)
 
     def _rope(self, positions: Tensor) -> Tensor:
         """Positions [B, L] -> [2, B, 1, L, D]: cosines and sines, plain 1-D, float32."""
@@ -247,15 +253,19 @@ def in_head(name: str) -> bool:
 
 
 def reshaped(base: Drafter, cfg: DrafterConfig, seed: int) -> Drafter:
-    """A drafter of the shape `cfg` that drafts as `base` does, bit for bit at its block size.
+    """A drafter of the shape `cfg` with the weights of `base`, which computes the same bit for bit.
 
-    cfg: the base's, but its block size may differ, and it may be DFlash 2's where the base is
-    plain. RuntimeError if the base's tensors do not fit it.
+    cfg: the base's, but its block size may differ, it may be DFlash 2's where the base is plain,
+    and of the whole vocabulary where the base's is reduced (then tokens that the base could not
+    draft may win). RuntimeError if the base's tensors do not fit it.
     """
     if cfg == base.cfg:
         return base
     state = new_drafter(cfg, seed).to(base.norm.weight.dtype).state_dict()
-    return drafter_of(cfg, state | base.state_dict())
+    own = base.state_dict()
+    if base.cfg.draft_vocab_size and not cfg.draft_vocab_size:
+        del own["lm_head.weight"], own["d2t"]
+    return drafter_of(cfg, state | own)
 
 
 def drafter_of(cfg: DrafterConfig, state: dict[str, Tensor]) -> Drafter:
@@ -264,6 +274,23 @@ def drafter_of(cfg: DrafterConfig, state: dict[str, Tensor]) -> Drafter:
         drafter = Drafter(cfg)
     drafter.load_state_dict(state, assign=True)
     return drafter
+
+
+def agrees(drafter: Drafter, hidden_NKH: Tensor, head_VH: Tensor, tokens_NS: Tensor) -> Tensor:
+    """Which drafts of N blocks equal the target's tokens [N, S], of which the first is the anchor:
+    bool [N, K]. A round accepts the drafts before the first that does not.
+
+    Slots are judged with the target's token before them, all in one step. That is exact for greedy
+    drafts, with a selector too: while all drafts so far were accepted, they are those tokens.
+    """
+    width = tokens_NS.shape[1] - 1
+    rows = zip(
+        hidden_NKH.flatten(0, 1).split(ROWS_PER_CHUNK),
+        tokens_NS[:, :-1].flatten().split(ROWS_PER_CHUNK),
+        strict=True,
+    )
+    best = [drafter.scores(hidden, head_VH, previous).argmax(-1) for hidden, previous in rows]
+    return torch.cat(best).view(-1, width) == tokens_NS[:, 1:]
 
 
 @cache

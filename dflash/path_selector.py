@@ -10,8 +10,6 @@ U: the drafter's logits, A and B: a row for each token, W: a matrix. Greedy draf
 anchor along the best scores. Read in vLLM 0.32 (spec_decode/dflash2) and z-lab's client.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -46,29 +44,10 @@ class PathSelector(nn.Module):
         follows = torch.einsum("...r,...cr->...c", state, self.successor_codebook[tokens])
         return unary + follows
 
-    def best(self, hidden: Tensor, logits: Tensor, previous: Tensor) -> Tensor:
-        """The tokens [...] that are drafted after the tokens `previous` [...]; logits [..., V]."""
-        unary, tokens = logits.topk(self.top_k)
-        chosen = self.scores(hidden, unary, tokens, previous).argmax(-1, keepdim=True)
-        return tokens.gather(-1, chosen)[..., 0]
-
-    def walk(
-        self,
-        hidden_KH: Tensor,
-        logits_KV: Tensor,
-        anchor_token: int,
-        choose: Callable[[Tensor], tuple[int, Tensor]],
-    ) -> tuple[list[int], Tensor]:
-        """The drafts of a block, each chosen after the one before, and their distributions [K, V].
-
-        choose: from scores [C] to an index in them and the distribution [C] it was chosen by.
+    def rescored(self, hidden: Tensor, logits: Tensor, previous: Tensor) -> Tensor:
+        """Logits [..., V] of a slot -> S [..., V] after the token `previous` [...]; -inf for tokens
+        that are not among the `top_k` likeliest: those are never drafted.
         """
-        unary, tokens = logits_KV.topk(self.top_k)
-        drafts, q_KV, previous = [], torch.zeros_like(logits_KV, dtype=torch.float32), anchor_token
-        for hidden, logits, known, q in zip(hidden_KH, unary, tokens, q_KV, strict=True):
-            before = torch.tensor(previous, device=hidden.device)
-            index, chances = choose(self.scores(hidden, logits, known, before))
-            q[known] = chances.to(q)
-            previous = int(known[index])
-            drafts.append(previous)
-        return drafts, q_KV
+        unary, tokens = logits.topk(self.top_k)
+        scores = self.scores(hidden, unary, tokens, previous)
+        return torch.full_like(logits, -torch.inf).scatter(-1, tokens, scores.to(logits.dtype))

@@ -20,7 +20,7 @@ from dflash.training_memory import activation_bytes, head_bytes, model_bytes
 from jobs.base.config import Config, taken_profile
 from jobs.base.console import console, print_table, short_name, some_names
 from jobs.base.devices import compute_device
-from jobs.base.drafter_shape import drafter_config, export_dtype, misfits
+from jobs.base.drafter_shape import drafter_config, export_dtype, misfits, warm_shape
 from jobs.base.target_facts import target_config
 from jobs.dataset.samples import CACHE_BYTES, captured_top_k
 from jobs.dataset.slices import largest_rows
@@ -52,7 +52,10 @@ def run_shape(cfg: Config) -> DrafterConfig:
             f"train.base {cfg.train.base} has {field} {has}, but this target and drafter.taps give "
             f"{needed}: it was made for other features" + _other_taps(field, base)
         )
-    return base
+    shape = warm_shape(cfg, base)
+    if cfg.train.part == "head" and not shape.is_dflash2:
+        raise ValueError("train.part=head: the base has no head of its own; drafter.head=dflash2")
+    return shape
 
 
 def _other_taps(field: str, base: DrafterConfig) -> str:
