@@ -53,7 +53,7 @@ def main() -> None:
     """Compare and print the JSON line; `ratio` is the share of requests with identical rounds."""
     client = Path(sys.argv[1]).absolute()
     cfg = load(None, sys.argv[2:])
-    folder = find_drafter(cfg, "")
+    folder = find_drafter(cfg, cfg.evaluate.drafter)
     rows = load_requests(cfg, "test")[0][:REQUESTS]
     prompts = [(row["prompt_ids"], len(row["output_ids"])) for row in rows]
     answers = run_client(client, [str(cfg.target_path), str(folder), prompts, end_tokens(cfg)])

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from dflash.config_formats import SLIDING, is_speculators
+from dflash.config_formats import HEAD_KEYS, SLIDING, is_speculators
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +169,6 @@ ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 OTHER_HEADS = ("DSpark", "LiLiCorr", "Domino")
 """Heads of the same body that are not read here."""
 DFLASH_KEYS = ("target_layer_ids", "mask_token_id")
-HEAD_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 PUBLISHED_HEAD = dict(zip(HEAD_KEYS, (2, 16, 256, 16), strict=True))
 """The sizes in all published DFlash 2 drafters."""
 OPTIONAL_KEYS = ("sliding_window", "is_causal", "draft_vocab_size", *HEAD_KEYS)

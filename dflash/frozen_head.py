@@ -52,11 +52,11 @@ class FrozenHeadLoss(torch.autograd.Function):
 
     Arguments: hidden [R, H], head [C, H], correction [C], label entries as candidate rows [R, E]
     with probabilities [R, E], tv a number; for a selector, recorded tokens as candidate rows [R]
-    and the number of rivals n. Returns three tensors [R]: loss, differentiable in `hidden` only; accepted, the
-    probability that a draft sampled from this slot is accepted; hits (bool), whether the likeliest
-    candidate is the label's first entry. And two of what a selector chooses from [R, n]: the
-    likeliest candidate rows, in which the recorded token replaces the last one if it is not among
-    them, and their logits, differentiable in `hidden`.
+    and the number of rivals n. Returns three tensors [R]: loss, differentiable in `hidden` only;
+    accepted, the probability that a draft sampled from this slot is accepted; hits (bool), whether
+    the likeliest candidate is the label's first entry. And what a selector chooses from, two
+    tensors [R, n]: the likeliest candidate rows, in which the recorded token replaces the last one
+    if it is not among them; and their logits, differentiable in `hidden`.
 
     Runs over chunks of rows and keeps one chunk of logits at a time, so memory does not grow with
     anchors x block x vocabulary. A row's gradient is linear in its weight. So weights are applied

@@ -105,7 +105,8 @@ def build_optimizers(
     """`muon`: matrices by Muon at lr, vectors by AdamW at lr / 2; `adamw`: all by AdamW.
 
     A selector's codebooks count as vectors: a step changes the rows of a few tokens, and
-    orthogonalised it would change all of them. Each group has its `peak_lr`, which a schedule scales. Raises ValueError for another kind.
+    orthogonalised it would change all of them. Each group has its `peak_lr`, which a schedule
+    scales. Raises ValueError for another kind.
     """
     params = [p for p in drafter.parameters() if p.requires_grad]
     if kind == "adamw":

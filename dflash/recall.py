@@ -71,7 +71,9 @@ def recall(
     hidden = draft_hidden(
         drafter, embedding, context, ids[anchors][None], anchors[None], num_drafts
     )[0].flatten(0, 1)
-    found = [drafter.logits(rows, head).topk(top_k).indices for rows in hidden.split(ROWS_PER_CHUNK)]
+    found = [
+        drafter.logits(rows, head).topk(top_k).indices for rows in hidden.split(ROWS_PER_CHUNK)
+    ]
     among = (torch.cat(found) == truth.flatten()[:, None]).any(1).view(truth.shape)
     reached = slots <= torch.tensor(rounds, device=device)[:, None] + 1
     looked_at = reached & (slots <= room)

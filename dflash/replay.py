@@ -195,8 +195,8 @@ class _Batch:
         return accepted
 
     def _drafts(self, rows: Tensor, anchors: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """One round of the requests `rows`: hidden states [R, K, H], recorded tokens [R, K + 1] with
-        the anchor first.
+        """One round of the requests `rows`: hidden states [R, K, H], and the recorded tokens
+        [R, K + 1] with the anchor first.
         """
         length = int(anchors.max())
         context = [(key[rows, :, :length], value[rows, :, :length]) for key, value in self.context]

@@ -64,6 +64,20 @@ def check_drafter(
     return k
 
 
+def check_head(drafter: Path | str | None, on_cpu: bool) -> None:
+    """Raise ValueError for a drafter whose head this machine's vLLM does not run.
+
+    vLLM 0.32 has DFlash 2 in its V2 runner alone, which needs Triton. On a CPU there is none, and
+    the V1 runner refuses the drafter in the middle of the start.
+    """
+    if drafter is not None and on_cpu and read_config(drafter).is_dflash2:
+        raise ValueError(
+            f"drafter {drafter} has DFlash 2's head, which vLLM runs on a GPU only (its V2 runner; "
+            "on a CPU there is V1): serve it on a GPU, or serve a plain DFlash drafter here, such "
+            "as the train.base that it was made from"
+        )
+
+
 def _check_shapes(drafter: Path | str, config: DrafterConfig, target: dict[str, Any]) -> None:
     pairs = {
         "hidden_size": (config.hidden_size, target["hidden_size"]),

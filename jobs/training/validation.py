@@ -16,6 +16,7 @@ from dflash.recall import Recall, recall
 from dflash.replay import Replayable, replay
 from jobs.dataset.slices import SHOWN
 
+NO_RECALL = Recall()
 RECALLED = 16
 """Val requests in which a selector's candidates are looked at: enough for a hint."""
 
@@ -28,7 +29,7 @@ class Taus:
 
     pooled: float
     domains: dict[str, float]
-    recall: Recall = Recall()
+    recall: Recall = NO_RECALL
 
     def metrics(self) -> dict[str, float]:
         """{metric name: tau}. Of the domains only the SHOWN largest: there may be any number."""
@@ -93,7 +94,7 @@ def replay_val(
     walks = replay(drafter, embedding, head, [r for _, r in mine], k)
     found = []
     for i, ((domain, request), rounds) in enumerate(zip(mine, walks, strict=True)):
-        some = Recall()
+        some = NO_RECALL
         if top_k and rank + i * world < RECALLED:
             some = recall(drafter, embedding, head, request, rounds, k, top_k)
         found.append((domain, rounds, some))
@@ -105,5 +106,5 @@ def replay_val(
     return Taus(
         tau([rounds for _, rounds, _ in found]),
         {name: tau([rounds for domain, rounds, _ in found if domain == name]) for name in domains},
-        sum((some for *_, some in found), Recall()),
+        sum((some for *_, some in found), NO_RECALL),
     )

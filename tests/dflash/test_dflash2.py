@@ -50,7 +50,9 @@ def test_the_convolution_equals_a_naive_loop():
     torch.testing.assert_close(convolve(x, base, dynamic), wanted)
     short = convolve(x[:, :, :2], base, dynamic[:, :, :2])  # a block shorter than the kernel
     torch.testing.assert_close(short, wanted[:, :, :2])
-    example = convolve(torch.tensor([[2.0], [4.0]]), torch.tensor([[1], [0.5]]), torch.zeros(2, 2, 1))
+    example = convolve(
+        torch.tensor([[2.0], [4.0]]), torch.tensor([[1], [0.5]]), torch.zeros(2, 2, 1)
+    )
     assert example.flatten().tolist() == [2, 5]
 
 
@@ -79,7 +81,9 @@ def test_the_selector_equals_a_naive_loop(second):
         state = A[previous[row]] * (selector.hidden_projection.weight @ hidden[row])
         best = logits[row].argsort(descending=True)[:5].tolist()
         for token in range(97):
-            score = logits[row, token] + state @ B[token] if token in best else torch.tensor(-torch.inf)
+            score = (
+                logits[row, token] + state @ B[token] if token in best else torch.tensor(-torch.inf)
+            )
             torch.testing.assert_close(found[row, token], score)
 
 
@@ -103,7 +107,9 @@ def test_without_training_it_drafts_as_the_plain_body_bit_for_bit(shape, trained
 
 
 @pytest.mark.parametrize("num_drafts", [1, 5])
-def test_replay_equals_the_reference_decoder_round_by_round(second, trained, target, samples, num_drafts):
+def test_replay_equals_the_reference_decoder_round_by_round(
+    second, trained, target, samples, num_drafts
+):
     prompts = [sample.ids[~sample.loss_mask].tolist() for sample in samples]
     real, found = zip(*(served(target, second, p, 40, num_drafts) for p in prompts), strict=True)
     walks = replay(second, target.embedding, target.head, found, num_drafts)
@@ -226,5 +232,5 @@ def test_other_heads_and_incomplete_ones_are_refused_by_name(shape):
         with pytest.raises(ValueError, match=f"drafter \\({name}\\): its head is not read here"):
             DrafterConfig.from_json(raw | {"architectures": [name]})
     bare = {k: v for k, v in raw["dflash_config"].items() if k != "selector_rank"}
-    with pytest.raises(ValueError, match="its config.json lacks selector_rank"):
+    with pytest.raises(ValueError, match=r"its config\.json lacks selector_rank"):
         DrafterConfig.from_json(raw | {"dflash_config": bare})
