@@ -276,21 +276,28 @@ def drafter_of(cfg: DrafterConfig, state: dict[str, Tensor]) -> Drafter:
     return drafter
 
 
-def agrees(drafter: Drafter, hidden_NKH: Tensor, head_VH: Tensor, tokens_NS: Tensor) -> Tensor:
-    """Which drafts of N blocks equal the target's tokens [N, S], of which the first is the anchor:
-    bool [N, K]. A round accepts the drafts before the first that does not.
+def accepted_drafts(
+    drafter: Drafter, hidden_MKH: Tensor, head_VH: Tensor, tokens_MS: Tensor
+) -> Tensor:
+    """How many drafts of M blocks the target accepts greedily: int64 [M].
 
-    Slots are judged with the target's token before them, all in one step. That is exact for greedy
-    drafts, with a selector too: while all drafts so far were accepted, they are those tokens.
+    tokens_MS: the target's tokens, of which the first is the anchor. A draft is accepted while it
+    equals the target's token, and then those before it did so, too. So each slot is judged with the
+    target's token before it: exact for any head, and without the drafts themselves. A slot is
+    looked at only where all before it are accepted.
     """
-    width = tokens_NS.shape[1] - 1
-    rows = zip(
-        hidden_NKH.flatten(0, 1).split(ROWS_PER_CHUNK),
-        tokens_NS[:, :-1].flatten().split(ROWS_PER_CHUNK),
-        strict=True,
-    )
-    best = [drafter.scores(hidden, head_VH, previous).argmax(-1) for hidden, previous in rows]
-    return torch.cat(best).view(-1, width) == tokens_NS[:, 1:]
+    counts = torch.zeros_like(tokens_MS[:, 0])
+    alive = torch.arange(len(counts), device=counts.device)
+    for k in range(hidden_MKH.shape[1]):
+        found = [
+            drafter.scores(hidden_MKH[rows, k], head_VH, tokens_MS[rows, k]).argmax(-1)
+            for rows in alive.split(ROWS_PER_CHUNK)
+        ]
+        alive = alive[torch.cat(found) == tokens_MS[alive, k + 1]]
+        if not len(alive):
+            break
+        counts[alive] += 1
+    return counts
 
 
 @cache

@@ -12,6 +12,7 @@ anchor along the best scores. Read in vLLM 0.32 (spec_decode/dflash2) and z-lab'
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dflash.drafter_config import DrafterConfig
 
@@ -40,8 +41,10 @@ class PathSelector(nn.Module):
 
         hidden [..., H]: of the slot; previous [...]: the token before it.
         """
-        state = self.predecessor_codebook[previous] * self.hidden_projection(hidden)
-        follows = torch.einsum("...r,...cr->...c", state, self.successor_codebook[tokens])
+        before = F.embedding(previous, self.predecessor_codebook)
+        state = before * self.hidden_projection(hidden)
+        after = F.embedding(tokens, self.successor_codebook)
+        follows = torch.einsum("...r,...cr->...c", state, after)
         return unary + follows
 
     def rescored(self, hidden: Tensor, logits: Tensor, previous: Tensor) -> Tensor:

@@ -12,7 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dflash.model import ROWS_PER_CHUNK, ContextKV, Drafter, against, agrees, block_embeds
+from dflash.model import (
+    ROWS_PER_CHUNK,
+    ContextKV,
+    Drafter,
+    accepted_drafts,
+    against,
+    block_embeds,
+)
 
 FLOAT32_SLACK = 1e-5
 """How far two float32 products of the same numbers may lie apart, as a share of the largest. They
@@ -180,10 +187,9 @@ class _Batch:
             hidden, blocks = self._drafts(active, anchors[active], num_drafts)
             recorded = blocks[:, 1:]
             if self.drafter.candidate_selector is None:
-                agree = _may_win(against(hidden, head), known, recorded)
+                matched = _may_win(against(hidden, head), known, recorded).long().cumprod(1).sum(1)
             else:
-                agree = agrees(self.drafter, hidden, self.head, blocks)
-            matched = agree.long().cumprod(1).sum(1)
+                matched = accepted_drafts(self.drafter, hidden, self.head, blocks)
             counts = torch.minimum(matched, self.ends[active] - anchors[active] - 1)
             for i, count in zip(active.tolist(), counts.tolist(), strict=True):
                 walks[i].append(count)
@@ -212,7 +218,7 @@ class _Batch:
         """{request: place of its first accepted draft that is not the argmax}, without requests
         that have none. The argmaxes become candidates.
         """
-        if self.drafter.candidate_selector is not None:  # `agrees` has judged them
+        if self.drafter.candidate_selector is not None:  # accepted_drafts has judged them
             return {}
         hidden, tokens, owners, places = (torch.cat(parts) for parts in zip(*accepted, strict=True))
         best = [against(part, self.head).argmax(-1) for part in hidden.split(ROWS_PER_CHUNK)]

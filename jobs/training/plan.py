@@ -16,7 +16,7 @@ from dflash.lora import add_lora
 from dflash.losses import choose_labels, named_tokens
 from dflash.model import Drafter
 from dflash.target_model import resolve_dtype, resolve_training_dtype, ties_embeddings
-from dflash.training_memory import activation_bytes, head_bytes, model_bytes
+from dflash.training_memory import activation_bytes, head_bytes, model_bytes, selector_bytes
 from jobs.base.config import Config, taken_profile
 from jobs.base.console import console, print_table, short_name, some_names
 from jobs.base.devices import compute_device
@@ -200,6 +200,7 @@ def memory_plan(
         "exchange with other workers": whole if train.workers > 1 else 0,
         "activations": activation_bytes(shape, in_forward, longest, anchors, dtype),
         "softmax": head_bytes(shape.hidden_size, candidates, dtype),
+        "selector": selector_bytes(shape, in_forward * anchors * shape.num_drafts),
         "two steps of features": 2 * share * longest * width * dtype.itemsize,
         "two steps of labels": 2 * share * anchors * shape.num_drafts * entry,
         "feature cache": min(2 * width * sum(data.lengths), int(train.cache_gib * GIB)),
