@@ -36,9 +36,9 @@ def check_drafter(
     """K by batch size for this drafter on this target: `k`, or block_size - 1 if that is empty.
 
     Empty without a drafter. Raises ValueError for k without a drafter, a drafter that was made for
-    another target's shape, a K that its block does not hold, or fewer positions than the longest
-    request needs. vLLM would crash on the wrong shape, and stop drafting for whole batches where
-    positions run out.
+    another target's shape, a K that its block does not hold, several K for DFlash 2, or fewer
+    positions than the longest request needs. vLLM would crash on the wrong shape, and stop drafting
+    for whole batches where positions run out.
     """
     if drafter is None:
         if k:
@@ -54,6 +54,11 @@ def check_drafter(
         )
     if not any(k):
         raise ValueError(f"k = {list(k)} drafts nothing at any batch size: name no drafter")
+    if config.is_dflash2 and len(set(k) - {0}) > 1:
+        raise ValueError(
+            f"k = {list(k)}: vLLM builds DFlash 2's convolutions for blocks of one size, so other K "
+            f"would be drafted wrongly: give one, such as [{max(k)}]"
+        )
     largest = config.max_position_embeddings - max(k)
     if largest < max_model_len:
         raise ValueError(
