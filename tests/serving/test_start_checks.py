@@ -71,7 +71,7 @@ def test_dflash2_is_served_with_one_k(tmp_path, target):
     dflash = DRAFTER["dflash_config"] | head
     drafter = folder(tmp_path / "drafter", DRAFTER | {"dflash_config": dflash})
     assert start_checks.check_drafter(drafter, target, [5], 256) == (5,)
-    with pytest.raises(ValueError, match=r"k = \[7, 4\].*one size.*such as \[7\]"):
+    with pytest.raises(ValueError, match=r"k = \[7, 4\].*one size of block.*such as \[7\]"):
         start_checks.check_drafter(drafter, target, [7, 4], 256)
 
 
