@@ -56,8 +56,8 @@ def check_drafter(
         raise ValueError(f"k = {list(k)} drafts nothing at any batch size: name no drafter")
     if config.is_dflash2 and len(set(k) - {0}) > 1:
         raise ValueError(
-            f"k = {list(k)}: vLLM builds DFlash 2's convolutions for one size of block, and other K "
-            f"would be drafted wrongly: give one, such as [{max(k)}]"
+            f"k = {list(k)}: vLLM builds DFlash 2's convolutions for one size of block; another "
+            f"K would be drafted wrongly: give one, such as [{max(k)}]"
         )
     largest = config.max_position_embeddings - max(k)
     if largest < max_model_len:
