@@ -137,6 +137,7 @@ def test_features_at_the_anchor_and_other_blocks_change_nothing(second, target, 
     assert torch.equal(hidden(features, [9, 30])[:, 0], before[:, 0])
 
 
+@torch.inference_mode()
 def test_sampled_drafts_are_drawn_from_the_scores_after_the_draft_before(second, target):
     """q is what rejection sampling needs (tests/dflash/test_sampling.py): known, and drawn from."""
     torch.manual_seed(0)
@@ -146,8 +147,7 @@ def test_sampled_drafts_are_drawn_from_the_scores_after_the_draft_before(second,
         drafts, q = choose_drafts(second, hidden, target.head, 17, warm, draw)
         seen[drafts[0]] += 1
     previous = torch.tensor([17, *drafts[:-1]])
-    with torch.no_grad():
-        wanted = (second.scores(hidden, target.head, previous) / 0.7).softmax(-1)
+    wanted = (second.scores(hidden, target.head, previous) / 0.7).softmax(-1)
     torch.testing.assert_close(q, wanted)
     assert [int((row > 0).sum()) for row in q] == [5, 5, 5], "the candidates, whatever top_k is"
     assert float((seen / 800 - q[0]).abs().sum()) < 0.12  # of 800 draws, 0.05 is expected
@@ -165,6 +165,7 @@ def test_sampled_decoding_accepts_drafts_of_the_head(second, target, probabilist
     assert max(found.accepted) > 0
 
 
+@torch.inference_mode()
 def test_drafts_that_an_engine_would_make_are_reproduced(second, target, samples):
     """`compare` judges each draft after the engine's own draft before it."""
     prompt = samples[2].ids[~samples[2].loss_mask].tolist()
