@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash.batches import Batch, Labels, Sample, make_batch, sample_anchors
-from dflash.frozen_head import TINY, Candidates, FrozenHeadLoss
+from dflash.frozen_head import Candidates, FrozenHeadLoss
 from dflash.losses import Weights
 from dflash.model import Drafter, block_embeds
 
@@ -219,8 +219,8 @@ def as_much(weights_BNK: Tensor, others_BNK: Tensor) -> Tensor:
     So both losses of a drafter are divided by one number, whatever their weights.
     Example: [1, 1] against [3, 1] gives [2, 2].
     """
-    sums = weights_BNK.sum(-1, keepdim=True).clamp(min=TINY)
-    return weights_BNK * (others_BNK.sum(-1, keepdim=True) / sums)
+    sums = weights_BNK.sum(-1, keepdim=True)
+    return weights_BNK * torch.where(sums > 0, others_BNK.sum(-1, keepdim=True) / sums, 0.0)
 
 
 class NonFiniteLoss(ValueError):
