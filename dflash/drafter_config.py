@@ -1,6 +1,7 @@
 """The shape of a drafter: one frozen dataclass, read from and written to z-lab's config.json."""
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +177,11 @@ PLAIN_KEYS = tuple(
     name for name in DrafterConfig.__slots__ if name not in (*DFLASH_KEYS, *OPTIONAL_KEYS)
 )
 FULL = "full_attention"
+
+
+def head_name(fields: Mapping[str, Any]) -> str:
+    """What people call the head of a drafter with these fields: DFlash or DFlash 2."""
+    return "DFlash 2" if fields.get("selector_rank") else "DFlash"
 
 
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
