@@ -204,6 +204,18 @@ def test_a_folder_has_the_published_names_and_reads_back_bit_for_bit(second, sha
     raw = shape.to_json("float32")
     assert raw["architectures"] == ["DFlash2DraftModel"]
     assert raw["dflash_config"].items() > HEAD.items()
+    # Published folders name these too, and the block size beside them.
+    plain = {
+        "input_embedding_scale": 1.0,
+        "output_multiplier": 1.0,
+        "block_size": raw["block_size"],
+    }
+    dflash = raw["dflash_config"] | plain | {"final_logit_softcapping": None}
+    del raw["block_size"]
+    assert DrafterConfig.from_json(raw | {"dflash_config": dflash}) == shape
+    with pytest.raises(ValueError, match=r"final_logit_softcapping = 30\.0.*not supported"):
+        capped = dflash | {"final_logit_softcapping": 30.0}
+        DrafterConfig.from_json(raw | {"dflash_config": capped})
 
 
 def test_keys_of_plain_drafters_stay_what_they_were(config, shape):
