@@ -213,9 +213,9 @@ def test_a_folder_has_the_published_names_and_reads_back_bit_for_bit(second, sha
     dflash = raw["dflash_config"] | plain | {"final_logit_softcapping": None}
     del raw["block_size"]
     assert DrafterConfig.from_json(raw | {"dflash_config": dflash}) == shape
+    capped = raw | {"dflash_config": dflash | {"final_logit_softcapping": 30.0}}
     with pytest.raises(ValueError, match=r"final_logit_softcapping = 30\.0.*not supported"):
-        capped = dflash | {"final_logit_softcapping": 30.0}
-        DrafterConfig.from_json(raw | {"dflash_config": capped})
+        DrafterConfig.from_json(capped)
 
 
 def test_keys_of_plain_drafters_stay_what_they_were(config, shape):
