@@ -238,8 +238,9 @@ class _Batch:
         A forward costs f + R (c + N S) for R requests of c context and S slots, in slots. It takes
         each of them N - 1 + tau tokens further, as the other anchors are not on the walk. The ratio
         is monotonic in N. So the best N is 1, or as large as possible: if S (tau - 1) < f / R + c.
+        With a selector every anchor costs products with the whole head, so there it is 1.
         """
-        if not len(active):
+        if not len(active) or self.drafter.candidate_selector is not None:
             return 1
         half = self.embedding.dtype.itemsize < 4
         context = int(anchors[active].max()) / PLACES_OF_A_SLOT
