@@ -28,8 +28,8 @@ def main() -> None:
         candidates = Candidates(seen, VOCAB, num_random)
 
         def run() -> None:
-            rows, correction = candidates.draw(head, generator(0))
-            loss, _, _ = FrozenHeadLoss.apply(
+            _, rows, correction = candidates.draw(head, generator(0))
+            loss, *_ = FrozenHeadLoss.apply(
                 hidden, rows, correction, candidates.position[labels], probs, 0.0
             )
             loss.mean().backward()

@@ -19,7 +19,7 @@ import torch
 
 from bench.harness import report
 from dflash.checkpoint import load_drafter
-from dflash.model import Drafter, drafter_of
+from dflash.model import reshaped
 from dflash.replay import Request, replay
 from dflash.target_model import load_target
 from jobs.base.config import load
@@ -28,18 +28,18 @@ from jobs.dataset.samples import load_requests
 from jobs.evaluation.drafters import find_drafter
 
 REQUESTS = 10
-OWN_HEAD = ("lm_head.weight", "d2t")
-"""Tensors of a reduced vocabulary, which the client does not support."""
 
 CLIENT = """
 import json, sys, torch
 torch.cuda.synchronize = lambda: None  # the client times itself with it
 from transformers import AutoModelForCausalLM
-from dflash.model import DFlashDraftModel, dflash_generate
+from dflash.model import DFlash2DraftModel, DFlashDraftModel, dflash_generate
 target, drafter, prompts, ends = json.load(sys.stdin)
 load = dict(attn_implementation="sdpa", dtype=torch.float32)
 target = AutoModelForCausalLM.from_pretrained(target, **load).eval()
-drafter = DFlashDraftModel.from_pretrained(drafter, **load).eval()
+models = {"DFlashDraftModel": DFlashDraftModel, "DFlash2DraftModel": DFlash2DraftModel}
+named = json.load(open(drafter + "/config.json"))["architectures"][0]
+drafter = models[named].from_pretrained(drafter, **load).eval()
 found = []
 for prompt, most in prompts:
     ids = torch.tensor([prompt])
@@ -53,12 +53,13 @@ def main() -> None:
     """Compare and print the JSON line; `ratio` is the share of requests with identical rounds."""
     client = Path(sys.argv[1]).absolute()
     cfg = load(None, sys.argv[2:])
-    folder = find_drafter(cfg, "")
+    folder = find_drafter(cfg, cfg.evaluate.drafter)
     rows = load_requests(cfg, "test")[0][:REQUESTS]
     prompts = [(row["prompt_ids"], len(row["output_ids"])) for row in rows]
     answers = run_client(client, [str(cfg.target_path), str(folder), prompts, end_tokens(cfg)])
     target = load_target(cfg.target_path, torch.float32)
-    drafter = whole_vocabulary(load_drafter(folder))  # the client has no reduced vocabulary
+    drafter = load_drafter(folder)  # the client has no reduced vocabulary
+    drafter = reshaped(drafter, replace(drafter.cfg, draft_vocab_size=0), seed=0)
     equal, rounds, same_rounds = [], 0, 0
     for row, (output, lengths) in zip(rows, answers, strict=True):
         ids = [*row["prompt_ids"], *output]
@@ -89,13 +90,6 @@ def run_client(client: Path, task: list) -> list:
     if done.returncode:
         raise ValueError(f"the client in {client} failed: {done.stderr[-1000:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def whole_vocabulary(drafter: Drafter) -> Drafter:
-    """The same drafter, but drafting from the target's whole head, as z-lab's client does."""
-    cfg = replace(drafter.cfg, draft_vocab_size=0)
-    state = drafter.state_dict()
-    return drafter_of(cfg, {name: t for name, t in state.items() if name not in OWN_HEAD})
 
 
 if __name__ == "__main__":

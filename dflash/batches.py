@@ -59,13 +59,14 @@ class Batch:
     """Rows of samples with their anchors. Labels are those at the slots' own positions (no shift).
 
     anchors_BN and starts_BN: places in the row of each block's anchor and of its sample's first
-    token. supervised_BNK: 1 where a slot counts, else 0.
+    token. tokens_BNS: recorded tokens of each block, the anchor first. supervised_BNK: 1 where a
+    slot counts, else 0.
     """
 
     features_BTF: Tensor
     anchors_BN: Tensor
     starts_BN: Tensor
-    anchor_tokens_BN: Tensor
+    tokens_BNS: Tensor
     labels_BNKE: Tensor
     probs_BNKE: Tensor
     supervised_BNK: Tensor
@@ -127,7 +128,8 @@ def make_batch(
     known = [labels(sample) for sample in samples]
     slots = (len(rows), most, num_drafts)
     anchors_BN = torch.zeros(slots[:2], dtype=torch.int64)
-    starts_BN, tokens_BN = torch.zeros_like(anchors_BN), torch.zeros_like(anchors_BN)
+    starts_BN = torch.zeros_like(anchors_BN)
+    tokens_BNS = torch.zeros(*slots[:2], num_drafts + 1, dtype=torch.int64)
     labels_BNKE = torch.zeros(*slots, known[0][0].shape[1], dtype=torch.int64)
     probs_BNKE = torch.zeros(labels_BNKE.shape)
     supervised_BNK = torch.zeros(slots)
@@ -139,14 +141,15 @@ def make_batch(
             features[r, start:end] = sample.features
             anchors_BN[r, first:last] = start + chosen
             starts_BN[r, first:last] = start
-            tokens_BN[r, first:last] = sample.ids[chosen]
+            tokens_BNS[r, first:last, 0] = sample.ids[chosen]
             where = chosen[:, None] + 1 + torch.arange(num_drafts)
             inside = where < lengths[i]
             where = where.clamp(max=lengths[i] - 1)
+            tokens_BNS[r, first:last, 1:] = sample.ids[where]
             ids, probs = known[i]
             labels_BNKE[r, first:last], probs_BNKE[r, first:last] = ids[where].long(), probs[where]
             supervised_BNK[r, first:last] = (sample.loss_mask[where] & inside).float().cumprod(-1)
             start, first = end, last
     return Batch(
-        features, anchors_BN, starts_BN, tokens_BN, labels_BNKE, probs_BNKE, supervised_BNK
+        features, anchors_BN, starts_BN, tokens_BNS, labels_BNKE, probs_BNKE, supervised_BNK
     )

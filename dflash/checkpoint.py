@@ -209,7 +209,7 @@ def engine_files(folder: str | os.PathLike) -> list[Path]:
 
 def compat_fields(cfg: DrafterConfig, target_id: str) -> dict[str, object]:
     """What must agree between a drafter and the fleet: target, taps, block, mask id, shape."""
-    return {"target_id": target_id, **{k: getattr(cfg, k) for k in DrafterConfig.__slots__}}
+    return {"target_id": target_id, **cfg.shape_fields()}
 
 
 def compat_key(cfg: DrafterConfig, target_id: str) -> str:

@@ -27,6 +27,11 @@ NOT_IN_LAYERS = (
 )
 """Keys of z-lab's config that are not part of speculators' `transformer_layer_config`."""
 
+HEAD_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Sizes of DFlash 2's head."""
+KINDS = {"dflash": (), "dflash2": HEAD_KEYS}
+"""Algorithms of speculators that are read and written, with the keys that only they have."""
+
 Json = dict[str, Any]
 
 
@@ -39,14 +44,14 @@ def to_zlab(raw: Json, num_target_layers: int) -> Json:
     """The z-lab config of a speculators one; unknown options of the layers are copied by name.
 
     num_target_layers: the target's number of layers, which speculators' format does not contain.
-    Raises ValueError for another algorithm than dflash, a missing key, or sliding layers that do
-    not say whether they are causal.
+    Raises ValueError for another algorithm than dflash and dflash2, a missing key, or sliding
+    layers that do not say whether they are causal.
     """
-    if raw["speculators_model_type"] != "dflash":
-        raise ValueError(
-            f"speculators_model_type is {raw['speculators_model_type']!r}: only dflash is read"
-        )
+    kind = raw["speculators_model_type"]
+    if kind not in KINDS:
+        raise ValueError(f"speculators_model_type is {kind!r}: only {', '.join(KINDS)} are read")
     needed = ("transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id")
+    needed += KINDS[kind]
     missing = [name for name in needed if raw.get(name) is None]
     if missing:
         raise ValueError(f"not a complete speculators drafter: it lacks {', '.join(missing)}")
@@ -66,6 +71,7 @@ def to_zlab(raw: Json, num_target_layers: int) -> Json:
         "dflash_config": {
             "mask_token_id": raw["mask_token_id"],
             "target_layer_ids": [i - 1 for i in raw["aux_hidden_state_layer_ids"]],
+            **{name: raw[name] for name in KINDS[kind]},
         },
     }
 
@@ -82,12 +88,15 @@ def to_speculators(raw: Json, verifier: str, verifier_architectures: list[str]) 
             "full causal layers: speculators' format has no key for them (its full layers are "
             "bidirectional); keep z-lab's format"
         )
+    dflash = raw["dflash_config"]
+    kind = "dflash2" if "selector_rank" in dflash else "dflash"
     return {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
+        "architectures": raw["architectures"],
+        "speculators_model_type": kind,
+        **{name: dflash[name] for name in KINDS[kind]},
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {"proposal_type": "greedy", "speculative_tokens": raw["block_size"] - 1}
@@ -98,8 +107,8 @@ def to_speculators(raw: Json, verifier: str, verifier_architectures: list[str]) 
         "dtype": raw["dtype"],
         "draft_vocab_size": raw.get("draft_vocab_size", raw["vocab_size"]),
         "block_size": raw["block_size"],
-        "aux_hidden_state_layer_ids": [i + 1 for i in raw["dflash_config"]["target_layer_ids"]],
-        "mask_token_id": raw["dflash_config"]["mask_token_id"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in dflash["target_layer_ids"]],
+        "mask_token_id": dflash["mask_token_id"],
         "sliding_window_non_causal": not raw["is_causal"],
         "sample_from_anchor": False,
     }

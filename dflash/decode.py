@@ -50,12 +50,9 @@ def decode(
     while not _ended(output, max_tokens, eos_ids):
         drafts, q = [], None
         if drafter is not None and output:
-            logits = state.propose(output[-1], num_drafts)
-            if probabilistic and sampling.temperature > 0:
-                q = draft_probabilities(logits, sampling)
-                drafts = torch.multinomial(q, 1, generator=draw).flatten().tolist()
-            else:
-                drafts = logits.argmax(-1).tolist()
+            hidden = state.propose(output[-1], num_drafts)
+            by = sampling if probabilistic else GREEDY
+            drafts, q = choose_drafts(drafter, hidden, target.head, output[-1], by, draw)
         known = output[-1:] or list(prompt_ids)  # the anchor; the first time, the prompt
         logits = state.forward([*known, *drafts], rows=len(drafts) + 1)
         matched, last = verify(probabilities(logits, sampling), drafts, q, draw)
@@ -108,12 +105,40 @@ class _State:
             self.cache.crop(-excess)
 
     def propose(self, anchor_token: int, num_drafts: int) -> Tensor:
-        """The drafter's logits [K, V] after the anchor, on the CPU, where all random draws are."""
+        """The drafter's hidden states [K, H] after the anchor."""
         assert self.drafter is not None
         anchor, position = torch.tensor([[[anchor_token]], [[self.length]]], device=self.device)
         embedding = self.target.embedding
         hidden = draft_hidden(self.drafter, embedding, self.context, anchor, position, num_drafts)
-        return self.drafter.logits(hidden[0, 0], self.target.head).cpu()
+        return hidden[0, 0]
+
+
+def choose_drafts(
+    drafter: Drafter,
+    hidden_KH: Tensor,
+    head: Tensor,
+    anchor_token: int,
+    sampling: Sampling,
+    draw: torch.Generator,
+) -> tuple[list[int], Tensor | None]:
+    """The drafts of a block, and the distribution [K, V] that each was drawn from (None: greedy).
+
+    One after the other, because a selector scores a draft after the one before it. Random draws are
+    made on the CPU.
+    """
+    drafts, known, previous = [], [], torch.tensor([anchor_token], device=hidden_KH.device)
+    logits = drafter.logits(hidden_KH, head)
+    for k in range(len(hidden_KH)):
+        scores = logits[k : k + 1]
+        if drafter.candidate_selector is not None:
+            scores = drafter.candidate_selector.rescored(hidden_KH[k : k + 1], scores, previous)
+        if sampling.temperature == 0:
+            previous = scores.argmax(-1)
+        else:
+            known.append(draft_probabilities(scores.cpu(), sampling))
+            previous = torch.multinomial(known[-1], 1, generator=draw)[0].to(hidden_KH.device)
+        drafts.append(int(previous))
+    return drafts, torch.cat(known) if known else None
 
 
 def _ended(output: list[int], max_tokens: int, eos_ids: Sequence[int]) -> bool:

@@ -174,7 +174,7 @@ def compare(
         if not theirs.numel():
             continue
         total += theirs.numel()
-        logits = draft_logits(changed, embedding, head, request, anchors, theirs.shape[1])
+        logits = draft_scores(changed, embedding, head, request, anchors, theirs)
         mismatches += _mismatches(trace, anchors, logits.float(), theirs)
     if not total:
         raise ValueError("no draft was recorded: nothing to compare")
@@ -201,29 +201,32 @@ def own_noise(
             torch.tensor(trace.anchors),
             trace.answer.request(drafter.cfg.target_layer_ids),
         )
-        logits = draft_logits(drafter, embedding, head, request, anchors, trace.drafts.shape[1])
+        logits = draft_scores(drafter, embedding, head, request, anchors, trace.drafts)
         mismatches += _mismatches(trace, anchors, logits.float(), again(trace))
     return Agreement(sum(t.drafts.numel() for t in traces), mismatches)
 
 
-def draft_logits(
+def draft_scores(
     drafter: Drafter,
     embedding: Tensor,
     head: Tensor,
     request: Request,
     anchors: Tensor,
-    num_drafts: int,
+    drafts: Tensor,
 ) -> Tensor:
-    """Logits [N, K, V] of the drafts after each anchor [N] of one answer, in one forward.
+    """What the drafts [N, K] after each anchor [N] of one answer were chosen by, in one forward:
+    `Drafter.scores` [N, K, V] of each slot, after the draft before it.
 
     Computed on the embedding's device, returned on the CPU.
     """
+    device, slots, mask = embedding.device, drafts.shape[1] + 1, drafter.cfg.mask_token_id
     context = drafter.context(request.features[None].to(embedding))
-    tokens = request.ids[anchors][None].to(embedding.device)
-    embeds = block_embeds(embedding, tokens, drafter.cfg.mask_token_id, num_drafts + 1)
-    hidden = drafter(context, embeds, anchors[None].to(embedding.device))[0, :, 1:]
-    logits = drafter.logits(hidden.reshape(-1, hidden.shape[-1]), head)
-    return logits.view(len(anchors), num_drafts, -1).cpu()
+    tokens = request.ids[anchors]
+    embeds = block_embeds(embedding, tokens[None].to(device), mask, slots)
+    hidden = drafter(context, embeds, anchors[None].to(device))[0, :, 1:]
+    previous = torch.cat([tokens[:, None], drafts[:, :-1]], 1).to(device)
+    scores = drafter.scores(hidden.flatten(0, 1), head, previous.flatten())
+    return scores.view(len(anchors), slots - 1, -1).cpu()
 
 
 def largest_logit(logits: Tensor) -> Tensor:
@@ -322,7 +325,7 @@ def in_a_row(
             continue  # too short for a whole block
         anchors = torch.linspace(first, last, min(ANCHORS, last - first + 1)).long()
         request = answer.request(drafter.cfg.target_layer_ids, hypothesis.tap_shift)
-        logits = draft_logits(changed, embedding, head, request, anchors, num_drafts)
         truth = answer.ids[anchors[:, None] + 1 + torch.arange(num_drafts)]
+        logits = draft_scores(changed, embedding, head, request, anchors, truth)
         found.append((logits.argmax(-1) == truth).double().cumprod(1).sum(1))
     return torch.cat(found) if found else torch.zeros(1, dtype=torch.float64)

@@ -1,10 +1,11 @@
 """The shape of a drafter: one frozen dataclass, read from and written to z-lab's config.json."""
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash.config_formats import SLIDING, is_speculators
+from dflash.config_formats import HEAD_KEYS, SLIDING, is_speculators
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,8 +15,9 @@ class DrafterConfig:
     Field names are the keys of config.json (Hugging Face Qwen3 names); `target_layer_ids`
     and `mask_token_id` live under its `dflash_config`. All layers have the same attention:
     `sliding_window` positions back (0: all), and later slots of the block unless `is_causal`.
-    `draft_vocab_size` tokens can be drafted (0: all); the drafter's tensor d2t says which. Raises
-    ValueError for values that are out of range or do not fit together.
+    `draft_vocab_size` tokens can be drafted (0: all); the drafter's tensor d2t says which. The
+    last four are DFlash 2's (dflash/block_conv.py, dflash/path_selector.py), all 0 without it.
+    Raises ValueError for values that are out of range or do not fit together.
     """
 
     hidden_size: int
@@ -35,6 +37,10 @@ class DrafterConfig:
     sliding_window: int = 0
     is_causal: bool = False
     draft_vocab_size: int = 0
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
 
     def __post_init__(self) -> None:
         check_taps(self.target_layer_ids, self.num_target_layers)
@@ -61,16 +67,51 @@ class DrafterConfig:
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
+        self._check_head()
+
+    def _check_head(self) -> None:
+        """Raise ValueError for an incomplete head of DFlash 2 or one that does not fit."""
+        values = {name: getattr(self, name) for name in HEAD_KEYS}
+        if not any(values.values()):
+            return
+        if min(values.values()) < 1:
+            raise ValueError(f"a DFlash 2 drafter needs all of {', '.join(HEAD_KEYS)}: {values}")
+        if self.draft_vocab_size:
+            raise ValueError(
+                "draft_vocab_size does not go with DFlash 2, which drafts from the whole "
+                "vocabulary: leave it out (drafter.draft_vocab=0)"
+            )
+        if self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"conv_group_size {self.conv_group_size} does not divide hidden_size "
+                f"{self.hidden_size}"
+            )
+        if self.selector_top_k > self.vocab_size:
+            raise ValueError(
+                f"selector_top_k {self.selector_top_k} is above vocab_size {self.vocab_size}"
+            )
+
+    @property
+    def is_dflash2(self) -> bool:
+        """Whether it has DFlash 2's convolutions and selector."""
+        return self.selector_rank > 0
 
     @property
     def num_drafts(self) -> int:
         """K, the largest number of draft tokens: every slot but the anchor."""
         return self.block_size - 1
 
+    def shape_fields(self) -> dict[str, Any]:
+        """All fields by name; without those of DFlash 2 if it has none, so that hashes of plain
+        drafters (compat key, names of runs) stay what they were.
+        """
+        skipped = () if self.is_dflash2 else HEAD_KEYS
+        return {k: getattr(self, k) for k in self.__slots__ if k not in skipped}
+
     def to_json(self, dtype: str) -> dict[str, Any]:
         """The z-lab config.json that vLLM 0.32 and z-lab's client read."""
         return {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": [ARCHITECTURES[self.is_dflash2]],
             "model_type": "qwen3",
             "dtype": dtype,
             "hidden_act": "silu",
@@ -84,6 +125,7 @@ class DrafterConfig:
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
+                **({k: getattr(self, k) for k in HEAD_KEYS} if self.is_dflash2 else {}),
             },
             **{name: getattr(self, name) for name in PLAIN_KEYS},
             **({"draft_vocab_size": self.draft_vocab_size} if self.draft_vocab_size else {}),
@@ -100,7 +142,10 @@ class DrafterConfig:
         dflash = raw.get("dflash_config") or {}
         rope = raw.get("rope_parameters") or {}
         values = {"rope_theta": rope.get("rope_theta"), **raw, **dflash}
-        missing = [name for name in (*PLAIN_KEYS, *DFLASH_KEYS) if values.get(name) is None]
+        needed = (*PLAIN_KEYS, *DFLASH_KEYS)
+        if ARCHITECTURES[True] in (raw.get("architectures") or []):
+            needed += HEAD_KEYS
+        missing = [name for name in needed if values.get(name) is None]
         if missing:
             raise ValueError(f"not a DFlash drafter: its config.json lacks {', '.join(missing)}")
         taps = tuple(int(i) for i in values["target_layer_ids"])
@@ -115,16 +160,28 @@ class DrafterConfig:
             sliding_window=window,
             is_causal=causal,
             draft_vocab_size=0 if reduced == raw["vocab_size"] else reduced,
+            **{name: int(values.get(name) or 0) for name in HEAD_KEYS},
             **plain,
         )
 
 
+ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
+"""Names in config.json, without and with DFlash 2's head."""
+OTHER_HEADS = ("DSpark", "LiLiCorr", "Domino")
+"""Heads of the same body that are not read here."""
 DFLASH_KEYS = ("target_layer_ids", "mask_token_id")
-OPTIONAL_KEYS = ("sliding_window", "is_causal", "draft_vocab_size")
+PUBLISHED_HEAD = dict(zip(HEAD_KEYS, (2, 16, 256, 16), strict=True))
+"""The sizes in all published DFlash 2 drafters."""
+OPTIONAL_KEYS = ("sliding_window", "is_causal", "draft_vocab_size", *HEAD_KEYS)
 PLAIN_KEYS = tuple(
     name for name in DrafterConfig.__slots__ if name not in (*DFLASH_KEYS, *OPTIONAL_KEYS)
 )
 FULL = "full_attention"
+
+
+def head_name(fields: Mapping[str, Any]) -> str:
+    """What people call the head of a drafter with these fields: DFlash or DFlash 2."""
+    return "DFlash 2" if fields.get("selector_rank") else "DFlash"
 
 
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -208,6 +265,13 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         raise ValueError(
             "this drafter is in speculators' format: train.base reads it, everything else needs "
             "z-lab's; `flywheel convert convert.source=FOLDER convert.dest=NEW` writes that"
+        )
+    named = "".join(map(str, raw.get("architectures") or []))
+    other = next((head for head in OTHER_HEADS if head.lower() in named.lower()), None)
+    if other:
+        raise ValueError(
+            f"this is a {other} drafter ({named}): its head is not read here. DFlash and DFlash 2 "
+            "drafters are replayed, trained and served; vLLM's V2 runner serves the others on a GPU"
         )
     dflash = raw.get("dflash_config") or {}
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}

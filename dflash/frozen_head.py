@@ -30,14 +30,17 @@ class Candidates:
         self.position = torch.full((vocab_size,), -1, dtype=torch.int64)
         self.position[seen] = torch.arange(len(seen))
 
-    def draw(self, head: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """(head rows [C, H], logit correction [C]); label v is row `position[v]`."""
+    def draw(self, head: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens [C], their head rows [C, H], logit correction [C]); label v is row
+        `position[v]`.
+        """
         chosen = torch.randperm(len(self.unseen), generator=generator)[: self.num_random]
-        rows = head[torch.cat([self.seen, self.unseen[chosen]]).to(head.device)]
+        tokens = torch.cat([self.seen, self.unseen[chosen]]).to(head.device)
+        rows = head[tokens]
         correction = head.new_zeros(len(rows), dtype=torch.float32)
         if self.num_random:
             correction[len(self.seen) :] = _log(len(self.unseen) / self.num_random)
-        return rows, correction
+        return tokens, rows, correction
 
 
 def _log(x: float) -> float:
@@ -48,9 +51,12 @@ class FrozenHeadLoss(torch.autograd.Function):
     """Per row KL(label || softmax(hidden @ head.T + correction)) + tv * total variation.
 
     Arguments: hidden [R, H], head [C, H], correction [C], label entries as candidate rows [R, E]
-    with probabilities [R, E], tv a number. Returns three tensors [R]: loss, differentiable in
-    `hidden` only; accepted, the probability that a draft sampled from this slot is accepted; hits
-    (bool), whether the likeliest candidate is the label's first entry.
+    with probabilities [R, E], tv a number; for a selector, recorded tokens as candidate rows [R]
+    and the number of rivals n. Returns three tensors [R]: loss, differentiable in `hidden` only;
+    accepted, the probability that a draft sampled from this slot is accepted; hits (bool), whether
+    the likeliest candidate is the label's first entry. And what a selector chooses from, two
+    tensors [R, n]: the likeliest candidate rows, in which the recorded token replaces the last one
+    if it is not among them; and their logits, differentiable in `hidden`.
 
     Runs over chunks of rows and keeps one chunk of logits at a time, so memory does not grow with
     anchors x block x vocabulary. A row's gradient is linear in its weight. So weights are applied
@@ -58,15 +64,22 @@ class FrozenHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_RH, head_CH, correction_C, labels_RE, probs_RE, tv):
+    def forward(
+        ctx, hidden_RH, head_CH, correction_C, labels_RE, probs_RE, tv, recorded_R=None, n=0
+    ):
         grad = torch.empty_like(hidden_RH)
         loss, accepted = torch.empty(2, len(hidden_RH), device=hidden_RH.device)
         hits = torch.zeros_like(labels_RE[:, 0], dtype=torch.bool)
+        rivals = labels_RE.new_empty(len(hidden_RH), n)
+        rival_logits = loss.new_empty(rivals.shape)
         for start in range(0, len(hidden_RH), ROWS_PER_CHUNK):
             rows = slice(start, start + ROWS_PER_CHUNK)
             label = labels_RE[rows]
             logits = (hidden_RH[rows] @ head_CH.T).float()
             hits[rows] = logits.argmax(-1) == label[:, 0]
+            if n:
+                rivals[rows] = with_recorded(logits.topk(n).indices, recorded_R[rows])
+                rival_logits[rows] = logits.gather(1, rivals[rows])
             logits += correction_C
             log_z = logits.logsumexp(-1, keepdim=True)
             log_q = logits.gather(1, label) - log_z
@@ -75,14 +88,27 @@ class FrozenHeadLoss(torch.autograd.Function):
             loss[rows], accepted[rows], slope = divergence(log_q, rest, probs_RE[rows], tv)
             q.mul_(slope[:, -1:] / rest.clamp(min=TINY)).scatter_(1, label, slope[:, :-1])
             grad[rows] = q.to(head_CH.dtype) @ head_CH
-        ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(accepted, hits)
-        return loss, accepted, hits
+        ctx.save_for_backward(grad, head_CH, rivals)
+        ctx.mark_non_differentiable(accepted, hits, rivals)
+        return loss, accepted, hits, rivals, rival_logits
 
     @staticmethod
-    def backward(ctx, grad_loss, grad_accepted, grad_hits):
-        (grad,) = ctx.saved_tensors
-        return grad * grad_loss[:, None].to(grad.dtype), None, None, None, None, None
+    def backward(ctx, grad_loss, _accepted, _hits, _rivals, grad_rivals):
+        grad, head, rivals = ctx.saved_tensors
+        grad = grad * grad_loss[:, None].to(grad.dtype)
+        for start in range(0, len(grad) if rivals.shape[1] else 0, ROWS_PER_CHUNK):
+            rows = slice(start, start + ROWS_PER_CHUNK)
+            grad[rows] += (grad_rivals[rows, None].to(head.dtype) @ head[rivals[rows]])[:, 0]
+        return grad, *[None] * 7
+
+
+def with_recorded(rivals_RN: Tensor, recorded_R: Tensor) -> Tensor:
+    """The rivals, in descending order, with the recorded token instead of the last one where it is
+    not among them. Example: [[4, 7], [4, 7]] and recorded [7, 9]: [[4, 7], [4, 9]].
+    """
+    missing = (rivals_RN != recorded_R[:, None]).all(1)
+    last = torch.where(missing, recorded_R, rivals_RN[:, -1])
+    return torch.cat([rivals_RN[:, :-1], last[:, None]], 1)
 
 
 def divergence(

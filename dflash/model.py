@@ -4,7 +4,7 @@ Shape suffixes: B sequences, T context positions, N blocks, S slots of a block, 
 D head size. One forward fills all slots of all blocks (paper, section 3).
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,12 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
+from dflash.block_conv import BlockConv
 from dflash.drafter_config import DrafterConfig
 from dflash.mask import dense_mask, flex_mask
+from dflash.path_selector import PathSelector
 
 FINAL_NORM = 0.3
 """Initial weight of the final norm. At 1, the logits of an untrained drafter are large, and the
 first steps only shrink them (docs/decisions/007)."""
+
+ROWS_PER_CHUNK = 128
+"""Drafts that are compared with the whole vocabulary at a time."""
 
 ContextKV = list[tuple[Tensor, Tensor]]
 """Per layer the context keys and values, each [B, kv_heads, T, D]."""
@@ -88,7 +93,10 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm decoder layer; `input_layernorm` acts on the block only, never on the context."""
+    """Pre-norm decoder layer; `input_layernorm` acts on the block only, never on the context.
+
+    DFlash 2 has a convolution around each of its two sublayers.
+    """
 
     def __init__(self, cfg: DrafterConfig):
         super().__init__()
@@ -96,21 +104,32 @@ class Layer(nn.Module):
         self.self_attn = Attention(cfg)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = MLP(cfg)
+        if cfg.is_dflash2:
+            self.attention_conv = BlockConv(cfg)
+            self.mlp_conv = BlockConv(cfg)
+        self.is_dflash2 = cfg.is_dflash2
 
     def context(self, shared: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the context. A method of the layer, because FSDP gathers by layer."""
         return self.self_attn.keys_values(shared, rope)
 
-    def forward(self, x: Tensor, rope: Tensor, context: tuple[Tensor, Tensor], mask) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, context, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, rope: Tensor, context: tuple[Tensor, Tensor], mask, slots: int
+    ) -> Tensor:
+        attend = partial(self.self_attn, rope=rope, context=context, mask=mask)
+        if not self.is_dflash2:
+            x = x + attend(self.input_layernorm(x))
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.attention_conv(self.input_layernorm(x), slots, attend)
+        return x + self.mlp_conv(self.post_attention_layernorm(x), slots, self.mlp)
 
 
 class Drafter(nn.Module):
     """The drafter without embedding and head, which it borrows from the target.
 
     With a reduced vocabulary, it holds its rows of the head, which are never trained, and their
-    token ids (dflash/vocabulary.py). Its state dict is exactly what a drafter folder holds.
+    token ids (dflash/vocabulary.py). DFlash 2 has a selector (dflash/path_selector.py). Its state
+    dict is exactly what a drafter folder holds.
     """
 
     def __init__(self, cfg: DrafterConfig):
@@ -127,6 +146,7 @@ class Drafter(nn.Module):
             self.lm_head.register_buffer("weight", torch.zeros(size, cfg.hidden_size))
             self.d2t: Tensor
             self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
+        self.candidate_selector = PathSelector(cfg) if cfg.is_dflash2 else None
 
     def context(self, features_BTF: Tensor, start: int = 0) -> ContextKV:
         """Keys and values of the context positions start..start+T-1, once per sequence.
@@ -162,7 +182,7 @@ class Drafter(nn.Module):
         rope = self._rope(positions.flatten(1))
         x = embeds_BNSH.reshape(B, N * S, H)
         for layer, layer_context in zip(self.layers, context, strict=True):
-            x = layer(x, rope, layer_context, mask)
+            x = layer(x, rope, layer_context, mask, S)
         return self.norm(x).view(B, N, S, H)
 
     def draft_head(self, head_VH: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,6 +204,21 @@ class Drafter(nn.Module):
         whole = logits.new_full((*logits.shape[:-1], len(head_VH)), -torch.inf)
         return whole.index_copy_(-1, ids, logits)
 
+    def scores(self, hidden: Tensor, head_VH: Tensor, previous: Tensor) -> Tensor:
+        """What a slot drafts by: [..., V], from hidden [..., H] and the tokens before it [...].
+
+        Without a selector these are the logits. Greedy drafting takes the argmax.
+        """
+        logits = self.logits(hidden, head_VH)
+        if self.candidate_selector is None:
+            return logits
+        return self.candidate_selector.rescored(hidden, logits, previous)
+
+    def rival_scores(self, hidden: Tensor, unary: Tensor, tokens: Tensor, previous: Tensor):
+        """`PathSelector.scores`. A method of the drafter, because FSDP gathers for those."""
+        assert self.candidate_selector is not None
+        return self.candidate_selector.scores(hidden, unary, tokens, previous)
+
     def _rope(self, positions: Tensor) -> Tensor:
         """Positions [B, L] -> [2, B, 1, L, D]: cosines and sines, plain 1-D, float32."""
         dim = self.cfg.head_dim
@@ -194,14 +229,43 @@ class Drafter(nn.Module):
 
 
 def new_drafter(cfg: DrafterConfig, seed: int) -> Drafter:
-    """An untrained drafter: normal(0, 0.02) matrices, unit norms, the final one at FINAL_NORM."""
+    """An untrained drafter: normal(0, 0.02) matrices, unit norms, the final one at FINAL_NORM.
+
+    What DFlash 2 adds starts without effect. So a seed gives the same drafts with it and without.
+    """
     drafter = Drafter(cfg)
     torch.nn.init.constant_(drafter.norm.weight, FINAL_NORM)
     draw = torch.Generator().manual_seed(seed)
-    for param in drafter.parameters():
-        if param.ndim == 2:
+    for name, param in drafter.named_parameters():
+        if param.ndim == 2 and not in_head(name):
             torch.nn.init.normal_(param, std=0.02, generator=draw)
+    for layer in drafter.layers if cfg.is_dflash2 else ():
+        layer.attention_conv.start()
+        layer.mlp_conv.start()
+    if drafter.candidate_selector is not None:
+        drafter.candidate_selector.start(draw)
     return drafter
+
+
+def in_head(name: str) -> bool:
+    """Whether the parameter of that name is one that DFlash 2 adds to a plain drafter."""
+    return name.startswith("candidate_selector.") or "_conv." in name
+
+
+def reshaped(base: Drafter, cfg: DrafterConfig, seed: int) -> Drafter:
+    """A drafter of the shape `cfg` with the weights of `base`, which computes the same bit for bit.
+
+    cfg: the base's, but its block size may differ, it may be DFlash 2's where the base is plain,
+    and of the whole vocabulary where the base's is reduced (then tokens that the base could not
+    draft may win). RuntimeError if the base's tensors do not fit it.
+    """
+    if cfg == base.cfg:
+        return base
+    state = new_drafter(cfg, seed).to(base.norm.weight.dtype).state_dict()
+    own = base.state_dict()
+    if base.cfg.draft_vocab_size and not cfg.draft_vocab_size:
+        del own["lm_head.weight"], own["d2t"]
+    return drafter_of(cfg, state | own)
 
 
 def drafter_of(cfg: DrafterConfig, state: dict[str, Tensor]) -> Drafter:
@@ -210,6 +274,30 @@ def drafter_of(cfg: DrafterConfig, state: dict[str, Tensor]) -> Drafter:
         drafter = Drafter(cfg)
     drafter.load_state_dict(state, assign=True)
     return drafter
+
+
+def accepted_drafts(
+    drafter: Drafter, hidden_MKH: Tensor, head_VH: Tensor, tokens_MS: Tensor
+) -> Tensor:
+    """How many drafts of M blocks the target accepts greedily: int64 [M].
+
+    tokens_MS: the target's tokens, of which the first is the anchor. A draft is accepted while it
+    equals the target's token, and then those before it did so, too. So each slot is judged with the
+    target's token before it: exact for any head, and without the drafts themselves. A slot is
+    looked at only where all before it are accepted.
+    """
+    counts = torch.zeros_like(tokens_MS[:, 0])
+    alive = torch.arange(len(counts), device=counts.device)
+    for k in range(hidden_MKH.shape[1]):
+        found = [
+            drafter.scores(hidden_MKH[rows, k], head_VH, tokens_MS[rows, k]).argmax(-1)
+            for rows in alive.split(ROWS_PER_CHUNK)
+        ]
+        alive = alive[torch.cat(found) == tokens_MS[alive, k + 1]]
+        if not len(alive):
+            break
+        counts[alive] += 1
+    return counts
 
 
 @cache

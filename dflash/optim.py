@@ -1,4 +1,4 @@
-"""Muon for matrices beside AdamW for vectors, and the learning-rate schedule.
+"""Muon for matrices beside AdamW for vectors and tables, and the learning-rate schedule.
 
 torch.optim.Muon always orthogonalises in bfloat16. A CPU without bfloat16 units emulates that,
 several times slower than float32. The Muon here takes the dtype; otherwise its update is the same.
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Optimizer
+
+from dflash.path_selector import CODEBOOKS
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 BLOCK_ROWS = 192
@@ -102,15 +104,18 @@ def build_optimizers(
 ) -> list[Optimizer]:
     """`muon`: matrices by Muon at lr, vectors by AdamW at lr / 2; `adamw`: all by AdamW.
 
-    Each group has its `peak_lr`, which a schedule scales. Raises ValueError for another kind.
+    A selector's codebooks count as vectors: a step changes the rows of a few tokens, and
+    orthogonalised it would change all of them. Each group has its `peak_lr`, which a schedule
+    scales. Raises ValueError for another kind.
     """
     params = [p for p in drafter.parameters() if p.requires_grad]
     if kind == "adamw":
         return [_adamw(params, lr)]
     if kind != "muon":
         raise ValueError(f"train.optimizer {kind!r} is not one of muon, adamw")
-    matrices = [p for p in params if p.ndim == 2]
-    vectors = [p for p in params if p.ndim != 2]
+    tables = {id(p) for name, p in drafter.named_parameters() if name.endswith(CODEBOOKS)}
+    matrices = [p for p in params if p.ndim == 2 and id(p) not in tables]
+    vectors = [p for p in params if p.ndim != 2 or id(p) in tables]
     muon = Muon([{"params": matrices, "peak_lr": lr}], lr=lr, dtype=dtype)
     return [muon, _adamw(vectors, lr / 2)]
 

@@ -40,6 +40,8 @@ def shard(drafter: Drafter) -> None:
     for module in (*drafter.layers, drafter):
         fully_shard(module, mesh=mesh)
         register_fsdp_forward_method(module, "context")
+        if module is drafter:
+            register_fsdp_forward_method(module, "rival_scores")
         sharded = cast(FSDPModule, module)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum

@@ -12,10 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dflash.model import ContextKV, Drafter, against, block_embeds
-
-ROWS_PER_CHUNK = 128
-"""Drafts compared with the whole vocabulary at a time."""
+from dflash.model import (
+    ROWS_PER_CHUNK,
+    ContextKV,
+    Drafter,
+    accepted_drafts,
+    against,
+    block_embeds,
+)
 
 FLOAT32_SLACK = 1e-5
 """How far two float32 products of the same numbers may lie apart, as a share of the largest. They
@@ -136,6 +140,9 @@ class _Batch:
     end of the walk all accepted drafts are checked against the whole vocabulary, and this check
     alone decides. Where another token wins, that token becomes a candidate, and the request is
     walked again from that place.
+
+    A selector (DFlash 2) chooses among the likeliest tokens of the whole vocabulary, so there every
+    round is judged by all of it, and nothing is left to check.
     """
 
     def __init__(
@@ -177,8 +184,12 @@ class _Batch:
         known = self.tokens[self.candidates]
         slots = torch.arange(1, num_drafts + 1, device=anchors.device)
         while len(active):
-            hidden, recorded = self._drafts(active, anchors[active], num_drafts)
-            matched = _may_win(against(hidden, head), known, recorded).long().cumprod(1).sum(1)
+            hidden, blocks = self._drafts(active, anchors[active], num_drafts)
+            recorded = blocks[:, 1:]
+            if self.drafter.candidate_selector is None:
+                matched = _may_win(against(hidden, head), known, recorded).long().cumprod(1).sum(1)
+            else:
+                matched = accepted_drafts(self.drafter, hidden, self.head, blocks)
             counts = torch.minimum(matched, self.ends[active] - anchors[active] - 1)
             for i, count in zip(active.tolist(), counts.tolist(), strict=True):
                 walks[i].append(count)
@@ -190,21 +201,25 @@ class _Batch:
         return accepted
 
     def _drafts(self, rows: Tensor, anchors: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """One round of the requests `rows`: hidden states [R, K, H] and recorded tokens [R, K]."""
+        """One round of the requests `rows`: hidden states [R, K, H], and the recorded tokens
+        [R, K + 1] with the anchor first.
+        """
         length = int(anchors.max())
         context = [(key[rows, :, :length], value[rows, :, :length]) for key, value in self.context]
-        tokens = self.ids[rows].gather(1, anchors[:, None])
-        hidden = draft_hidden(
-            self.drafter, self.embedding, context, tokens, anchors[:, None], num_drafts
-        )
-        slots = torch.arange(1, num_drafts + 1, device=anchors.device)
+        slots = torch.arange(num_drafts + 1, device=anchors.device)
         where = (anchors[:, None] + slots).clamp(max=self.ids.shape[1] - 1)
-        return hidden[:, 0], self.ids[rows].gather(1, where)
+        blocks = self.ids[rows].gather(1, where)
+        hidden = draft_hidden(
+            self.drafter, self.embedding, context, blocks[:, :1], anchors[:, None], num_drafts
+        )
+        return hidden[:, 0], blocks
 
     def _check(self, accepted: list[Accepted]) -> dict[int, int]:
         """{request: place of its first accepted draft that is not the argmax}, without requests
         that have none. The argmaxes become candidates.
         """
+        if self.drafter.candidate_selector is not None:  # accepted_drafts has judged them
+            return {}
         hidden, tokens, owners, places = (torch.cat(parts) for parts in zip(*accepted, strict=True))
         best = [against(part, self.head).argmax(-1) for part in hidden.split(ROWS_PER_CHUNK)]
         best = torch.cat(best)

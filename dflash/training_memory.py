@@ -73,3 +73,10 @@ def activation_bytes(
 def head_bytes(hidden_size: int, candidates: int, dtype: torch.dtype) -> int:
     """Bytes of the candidates' head rows and of two float32 copies of one chunk of their logits."""
     return candidates * (hidden_size * dtype.itemsize + 2 * ROWS_PER_CHUNK * 4)
+
+
+def selector_bytes(cfg: DrafterConfig, slots: int) -> int:
+    """Bytes of a selector's candidates in one forward: of each slot the successors' rows and their
+    gradient, float32; 0 without a selector.
+    """
+    return 2 * 4 * slots * cfg.selector_top_k * cfg.selector_rank

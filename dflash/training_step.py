@@ -129,7 +129,7 @@ def mixed_precision(dtype: torch.dtype, device: str = "cpu") -> torch.autocast:
 @dataclass(frozen=True)
 class StepLoss:
     """Sums over the supervised slots: weighted loss (with graph) and weight, both scalars; the
-    number of argmax hits and of slots at each draft position, int64 [K].
+    number of right drafts and of slots at each draft position, int64 [K].
     """
 
     loss: Tensor
@@ -152,11 +152,13 @@ def step_loss(
     draw: torch.Generator,
     weigh: Weights,
     tv: float = 0.0,
+    weigh_selector: Weights | None = None,
 ) -> StepLoss:
     """Forward of one batch. The gradient is that of a sum: divide it by the weight summed over all
     forwards of the step, on all ranks.
 
     tv is the factor of the total-variation term beside the divergence from the labels.
+    weigh_selector: weights of DFlash 2's second loss (`selector_loss`); None: those of the first.
 
     A batch without a supervised slot gives a zero loss on the same graph, so that no rank waits for
     ever. The drafter's weights are float32; products run in the dtype of `embedding` and `head`.
@@ -164,24 +166,61 @@ def step_loss(
     with mixed_precision(embedding.dtype, embedding.device.type):
         slots = batch.supervised_BNK.shape[-1] + 1
         context = drafter.context(batch.features_BTF.to(embedding.dtype))
-        embeds = block_embeds(embedding, batch.anchor_tokens_BN, drafter.cfg.mask_token_id, slots)
+        anchor_tokens = batch.tokens_BNS[..., 0]
+        embeds = block_embeds(embedding, anchor_tokens, drafter.cfg.mask_token_id, slots)
         hidden = drafter(context, embeds, batch.anchors_BN, batch.starts_BN)[:, :, 1:]
         index = batch.supervised_BNK.flatten().nonzero().flatten()
-        head_rows, correction = candidates.draw(head, draw)
-        loss, accepted, hits = FrozenHeadLoss.apply(
-            hidden.reshape(-1, hidden.shape[-1])[index],
+        hidden = hidden.reshape(-1, hidden.shape[-1])[index]
+        tokens, head_rows, correction = candidates.draw(head, draw)
+        recorded = candidates.position[batch.tokens_BNS[..., 1:].flatten()[index]]
+        loss, accepted, hits, rivals, rival_logits = FrozenHeadLoss.apply(
+            hidden,
             head_rows,
             correction,
             candidates.position[batch.labels_BNKE.flatten(0, 2)[index]],
             batch.probs_BNKE.flatten(0, 2)[index],
             tv,
+            recorded,
+            drafter.cfg.selector_top_k,
         )
-        spread = torch.zeros_like(batch.supervised_BNK).flatten().index_put((index,), accepted)
-        weights = weigh(spread.view_as(batch.supervised_BNK), batch.supervised_BNK)
-        weights = weights.flatten()[index]
+        weights_BNK = weigh(_spread(accepted, index, batch), batch.supervised_BNK)
+        weights = weights_BNK.flatten()[index]
+        total = (loss * weights).sum()
+        if drafter.candidate_selector is not None:
+            previous = batch.tokens_BNS[..., :-1].flatten()[index]
+            scores = drafter.rival_scores(hidden, rival_logits, tokens[rivals], previous)
+            second, hits = selector_loss(scores, rivals == recorded[:, None])
+            chances = _spread((-second).exp().detach(), index, batch)
+            own = (weigh_selector or weigh)(chances, batch.supervised_BNK)
+            total = total + (second * as_much(own, weights_BNK).flatten()[index]).sum()
         position = index % (slots - 1)
         counts = [p.bincount(minlength=drafter.cfg.num_drafts) for p in (position[hits], position)]
-        return StepLoss((loss * weights).sum(), weights.sum(), *counts)
+        return StepLoss(total, weights.sum(), *counts)
+
+
+def _spread(values_R: Tensor, index_R: Tensor, batch: Batch) -> Tensor:
+    """Values of the supervised slots at their places, 0 elsewhere: [B, N, K]."""
+    empty = torch.zeros_like(batch.supervised_BNK)
+    return empty.flatten().index_put((index_R,), values_R).view_as(empty)
+
+
+def selector_loss(scores_RC: Tensor, is_recorded_RC: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of the recorded token among the candidates of each slot, and whether it has the
+    best score: [R] each. Of each row of `is_recorded`, exactly one entry is true.
+    """
+    label = is_recorded_RC.long().argmax(1)
+    loss = torch.nn.functional.cross_entropy(scores_RC.float(), label, reduction="none")
+    return loss, scores_RC.argmax(1) == label
+
+
+def as_much(weights_BNK: Tensor, others_BNK: Tensor) -> Tensor:
+    """These weights, scaled so that each block weighs as much as by the others.
+
+    So both losses of a drafter are divided by one number, whatever their weights.
+    Example: [1, 1] against [3, 1] gives [2, 2].
+    """
+    sums = weights_BNK.sum(-1, keepdim=True)
+    return weights_BNK * torch.where(sums > 0, others_BNK.sum(-1, keepdim=True) / sums, 0.0)
 
 
 class NonFiniteLoss(ValueError):

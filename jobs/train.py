@@ -8,7 +8,6 @@ the best replayed tau on the val split. With --plan it says what it would do and
 
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig, base: str) -> dict
         write_pin(cfg, chosen, shape)
         forget_result(cfg, name)
         tracker = Tracker.start(cfg, name, inputs=_inputs(cfg, pin))
-        params = run_settings(cfg) | asdict(shape) | {"samples": len(data.samples)}
+        params = run_settings(cfg) | shape.shape_fields() | {"samples": len(data.samples)}
         execution = split_identity(cfg.train)[1] | {"base": cfg.train.base}
         tracker.describe(params, execution, to_yaml(cfg))
         try:

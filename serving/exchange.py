@@ -245,7 +245,9 @@ class Drafters:
         assert self.loaded_one is not None
         runs = self.loaded_one.compat
         unlike = [
-            f"{name} {compat[name]} != {runs[name]}" for name in runs if compat[name] != runs[name]
+            f"{name} {compat.get(name, 0)} != {runs.get(name, 0)}"
+            for name in runs | compat
+            if compat.get(name) != runs.get(name)
         ]
         if unlike:
             raise Refused(

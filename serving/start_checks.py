@@ -36,9 +36,9 @@ def check_drafter(
     """K by batch size for this drafter on this target: `k`, or block_size - 1 if that is empty.
 
     Empty without a drafter. Raises ValueError for k without a drafter, a drafter that was made for
-    another target's shape, a K that its block does not hold, or fewer positions than the longest
-    request needs. vLLM would crash on the wrong shape, and stop drafting for whole batches where
-    positions run out.
+    another target's shape, a K that its block does not hold, several K for DFlash 2, or fewer
+    positions than the longest request needs. vLLM would crash on the wrong shape, and stop drafting
+    for whole batches where positions run out.
     """
     if drafter is None:
         if k:
@@ -54,6 +54,11 @@ def check_drafter(
         )
     if not any(k):
         raise ValueError(f"k = {list(k)} drafts nothing at any batch size: name no drafter")
+    if config.is_dflash2 and len(set(k) - {0}) > 1:
+        raise ValueError(
+            f"k = {list(k)}: vLLM builds DFlash 2's convolutions for one size of block; another "
+            f"K would be drafted wrongly: give one, such as [{max(k)}]"
+        )
     largest = config.max_position_embeddings - max(k)
     if largest < max_model_len:
         raise ValueError(
@@ -62,6 +67,20 @@ def check_drafter(
             "or train a drafter with more positions"
         )
     return k
+
+
+def check_head(drafter: Path | str | None, on_cpu: bool) -> None:
+    """Raise ValueError for a drafter whose head this machine's vLLM does not run.
+
+    vLLM 0.32 has DFlash 2 in its V2 runner alone, which needs Triton. On a CPU there is none, and
+    the V1 runner refuses the drafter in the middle of the start.
+    """
+    if drafter is not None and on_cpu and read_config(drafter).is_dflash2:
+        raise ValueError(
+            f"drafter {drafter} has DFlash 2's head, which vLLM runs on a GPU only (its V2 runner; "
+            "on a CPU there is V1): serve it on a GPU, or serve a plain DFlash drafter here, such "
+            "as the train.base that it was made from"
+        )
 
 
 def _check_shapes(drafter: Path | str, config: DrafterConfig, target: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from dflash.checkpoint import drafter_sha256
 from dflash.identity import model_files
-from serving.start_checks import check_drafter, free_port, last_error, phase, read_token
+from serving.start_checks import check_drafter, check_head, free_port, last_error, phase, read_token
 
 SERVED_NAME = "target"
 STOP_SECONDS = 15.0
@@ -84,6 +84,7 @@ class Server:
     def start(self) -> None:
         """Check the settings and start vLLM. Raises ValueError for what cannot work."""
         model_files(self.target)
+        check_head(self.drafter, vllm_runs_on_cpu())
         self.k = check_drafter(self.drafter, self.target, self.k, self.max_model_len)
         self.port = free_port(self.host, self.port)
         self.log = Path(self.log).absolute()

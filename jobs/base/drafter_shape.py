@@ -1,11 +1,12 @@
 """The drafter's shape, derived once from the target's config and the `drafter` section."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dflash.checkpoint import stored_dtype
-from dflash.drafter_config import DrafterConfig
+from dflash.drafter_config import PUBLISHED_HEAD, DrafterConfig
 from jobs.base.config import Config
 from jobs.base.target_facts import target_config, target_taps, target_tokenizer
 
@@ -34,7 +35,7 @@ def drafter_config(cfg: Config) -> DrafterConfig:
     target = target_config(cfg)
     rope = target.get("rope_parameters") or target
     heads, reduced = target["num_attention_heads"], cfg.drafter.draft_vocab
-    return DrafterConfig(
+    plain = DrafterConfig(
         **target_fields(cfg),
         intermediate_size=target["intermediate_size"],
         num_hidden_layers=cfg.drafter.layers,
@@ -49,6 +50,19 @@ def drafter_config(cfg: Config) -> DrafterConfig:
         sliding_window=cfg.drafter.sliding_window,
         draft_vocab_size=reduced if reduced < target["vocab_size"] else 0,
     )
+    second = cfg.drafter.head == "dflash2"
+    return replace(plain, draft_vocab_size=0, **PUBLISHED_HEAD) if second else plain
+
+
+def warm_shape(cfg: Config, base: DrafterConfig) -> DrafterConfig:
+    """The shape of a drafter that starts from `base`: its own, with train.block_size, and with
+    DFlash 2's head if drafter.head asks for one and it has none. Such a head drafts from the whole
+    vocabulary, also where the base's is reduced.
+    """
+    sized = replace(base, block_size=cfg.train.block_size or base.block_size)
+    if cfg.drafter.head == "dflash" or base.is_dflash2:
+        return sized
+    return replace(sized, draft_vocab_size=0, **PUBLISHED_HEAD)
 
 
 def export_dtype(cfg: Config) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dflash.drafter_config import head_name
 from jobs.base.console import console, print_table, short_name
 from jobs.dataset.slices import largest
 
@@ -24,7 +25,8 @@ def show(evaluation: dict[str, Any]) -> None:
             lines.append([f"{dimension} {short_name(n)}", part["tau"], _words(part["ci"])])
         if len(kept) < len(parts):
             lines.append([f"{dimension}: {len(parts) - len(kept)} smaller ones", None, ""])
-    title = f"Replay of {evaluation['drafter']} on {evaluation['split']}, K = {evaluation['k']}"
+    what = f"{evaluation['drafter']} ({head_name(evaluation['compat'])})"
+    title = f"Replay of {what} on {evaluation['split']}, K = {evaluation['k']}"
     print_table(title, ["slice", "tau", "95 % interval"], lines)
     found = evaluation["leaking"]
     if found["leaking"]:

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from dflash.checkpoint import LM_HEAD, WEIGHTS, drafter_sha256, load_drafter, read_config
-from dflash.drafter_config import PLAIN_KEYS, DrafterConfig
+from dflash.drafter_config import ARCHITECTURES, PLAIN_KEYS, DrafterConfig
 from dflash.identity import legacy_target_id, target_id
 from dflash.target_model import EMBEDDING, load_borrowed, open_tensors
 from jobs.base.checks import Check
@@ -30,7 +30,6 @@ from jobs.dataset.samples import features_place, selected, targets_of_traffic, w
 from serving.start_checks import check_drafter
 from store.place import read_json
 
-ARCHITECTURE = "DFlashDraftModel"
 OURS_ALONE = ("block_size", "num_target_layers")  # no engine reads them
 OVERRIDES = ("quantization_config", "eagle_aux_hidden_state_layer_ids")
 
@@ -78,9 +77,10 @@ def config(subject: Subject) -> Iterator[Check]:
             found = f"{name} is {value} for Transformers and vLLM, {ours} for replay"
             fix = "config.json says it in two places: leave the one it was trained with"
             yield Check("config", found, "fail", fix)
-    if subject.raw.get("architectures") != [ARCHITECTURE]:
+    architecture = ARCHITECTURES[subject.shape.is_dflash2]
+    if subject.raw.get("architectures") != [architecture]:
         found = f"architectures is {subject.raw.get('architectures')}: vLLM loads another model"
-        yield Check("config", found, "fail", f'write "architectures": ["{ARCHITECTURE}"]')
+        yield Check("config", found, "fail", f'write "architectures": ["{architecture}"]')
     for name in [name for name in OVERRIDES if subject.raw.get(name) is not None]:
         found = f"{name} is set: vLLM obeys it, replay does not"
         yield Check("config", found, "fail", f"remove {name} from config.json")

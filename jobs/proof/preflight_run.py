@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash.agreement import TIES
 from dflash.checkpoint import load_drafter, read_config
-from dflash.diagnose import Answer, Trace, draft_logits, own_noise, read_answer
+from dflash.diagnose import Answer, Trace, draft_scores, own_noise, read_answer
 from dflash.hypotheses import hypotheses
 from dflash.target_model import load_target
 from jobs.base.checks import Check
@@ -162,7 +162,7 @@ def with_noise(cfg: Config, folder: Path, ours: Ours, traces: Sequence[Trace]) -
         answer = read_answer(target, drafter.cfg, ids[:start], ids[start:], shifts=(0,))
         request, anchors = answer.request(drafter.cfg.target_layer_ids), torch.tensor(trace.anchors)
         models = (drafter, target.embedding, target.head)
-        return draft_logits(*models, request, anchors, trace.drafts.shape[1]).argmax(-1)
+        return draft_scores(*models, request, anchors, trace.drafts).argmax(-1)
 
     return replace(ours, noise=own_noise(ours.drafter, *ours.borrowed, traces, precise))
 

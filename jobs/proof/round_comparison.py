@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash.acceptance import num_rounds, positions, tau
 from dflash.agreement import tie_bound
-from dflash.diagnose import Answer, draft_logits, largest_logit, read_answer
+from dflash.diagnose import Answer, draft_scores, largest_logit, read_answer
 from dflash.model import Drafter
 from dflash.replay import Request, replay
 from dflash.target_model import Target
@@ -254,8 +254,10 @@ def differing(
     anchors = torch.tensor(list(accumulate((a + 1 for a in served), initial=request.num_prompt)))
     anchors = anchors[:-1]
     for some in anchors.split(ROUNDS):
-        logits = draft_logits(*models, request, some, k).float()
-        margin, matched = _margins(request.ids, some, logits)
+        where = some[:, None] + torch.arange(1, k + 1)
+        truth = request.ids[where.clamp(max=len(request.ids) - 1)]
+        logits = draft_scores(*models, request, some, truth).float()
+        margin, matched = _margins(truth, logits)
         margins.append(margin)
         sizes.append(largest_logit(logits))
         ours += torch.minimum(matched, len(request.ids) - 2 - some).tolist()
@@ -279,12 +281,10 @@ def differing(
     ]
 
 
-def _margins(ids: Tensor, anchors: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """By how much the recorded token of each slot [N, K] beats all others in our logits (negative:
-    it loses), and how many drafts in a row are the recorded tokens [N].
+def _margins(truth: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """By how much the recorded token of each slot, `truth` [N, K], beats all others in our logits
+    (negative: it loses), and how many drafts in a row are the recorded tokens [N].
     """
-    where = anchors[:, None] + torch.arange(1, logits.shape[1] + 1)
-    truth = ids[where.clamp(max=len(ids) - 1)]
     best = logits.topk(2)
     other = torch.where(best.indices[..., 0] == truth, best.values[..., 1], best.values[..., 0])
     margin = logits.gather(-1, truth[..., None])[..., 0] - other

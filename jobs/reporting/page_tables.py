@@ -2,6 +2,7 @@
 
 from itertools import groupby
 
+from dflash.drafter_config import head_name
 from jobs.base.console import short_name
 from jobs.dataset.slices import SHOWN, largest
 from jobs.reporting.facts import ORIGINS, Facts, Measured, Row
@@ -16,7 +17,8 @@ def lead(facts: Facts) -> str:
         pooled = facts.evaluation["tau"]["pooled"]
         return f"Replayed on sampled requests, a round gives {pooled:.2f} tokens."
     how = "Served by vLLM" if served else "Replayed"
-    text = f"{how}, a round of {best.k} drafts gives {best.tau:.2f} tokens"
+    head = head_name(facts.evaluation.get("compat", {}))
+    text = f"{how}, a round of {best.k} drafts by {head} gives {best.tau:.2f} tokens"
     if best.ci:
         text += f" (95% interval {best.ci[0]:.2f} to {best.ci[1]:.2f})"
     text += "; without a drafter it gives 1."

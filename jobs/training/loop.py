@@ -22,9 +22,9 @@ from dflash.batches import Batch
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.drafter_config import DrafterConfig
 from dflash.frozen_head import Candidates
-from dflash.lora import add_lora, merged
-from dflash.losses import choose_labels, choose_weights, default_gamma, named_tokens
-from dflash.model import Drafter, drafter_of, new_drafter
+from dflash.lora import merged
+from dflash.losses import choose_labels, choose_weights, default_gamma
+from dflash.model import Drafter, drafter_of
 from dflash.optim import build_optimizers, lr_scale, update_average
 from dflash.parallel import (
     clip_gradients,
@@ -51,7 +51,6 @@ from jobs.base.config import Config
 from jobs.base.devices import peak_memory
 from jobs.base.drafter_folders import MARK, with_local_base
 from jobs.base.drafter_shape import export_dtype
-from jobs.base.target_facts import target_config
 from jobs.tracking.mlflow_runs import Tracker
 from jobs.training.feed import (
     LazySamples,
@@ -62,6 +61,7 @@ from jobs.training.feed import (
 )
 from jobs.training.progress import advance
 from jobs.training.runs import Pin, read_pin
+from jobs.training.start import label_tokens, start_drafter
 from jobs.training.states import (
     commit_state,
     has_ended,
@@ -169,8 +169,10 @@ class Loop:
         self.samples = LazySamples(self.data.samples, features)
         self.lengths = self.data.lengths
         self.labels = choose_labels(cfg.loss, len(self.head))
-        self.weigh = choose_weights(cfg.weights, cfg.gamma or default_gamma(shape.block_size))
-        named = named_tokens(self.data.samples, self.labels)
+        gamma = cfg.gamma or default_gamma(shape.block_size)
+        self.weigh = choose_weights(cfg.weights, gamma)
+        self.weigh_selector = choose_weights(cfg.selector_weights, gamma)
+        named = label_tokens(self.data.samples, self.labels, shape)
         self.candidates = Candidates(named, len(self.head), cfg.random_candidates)
         self.candidates.position = self.candidates.position.to(self.device)
         if shape.draft_vocab_size:
@@ -235,9 +237,8 @@ class Loop:
         for batch in batches:
             draw = generator("candidates", cfg.seed, self.step)
             borrowed = (self.embedding, self.head)
-            out = step_loss(
-                self.drafter, batch, *borrowed, self.candidates, draw, self.weigh, cfg.tv
-            )
+            weights = (self.weigh, cfg.tv, self.weigh_selector)
+            out = step_loss(self.drafter, batch, *borrowed, self.candidates, draw, *weights)
             out.loss.backward()
             parts.append(out.sums())
         sums = torch.stack(parts).sum(0)
@@ -383,16 +384,3 @@ class Loop:
 def progress_file(cfg: Config, name: str) -> Path:
     """The file in which rank 0 writes the number of steps done."""
     return cfg.path("runs", f".{name}.step")
-
-
-def start_drafter(cfg: Config, shape: DrafterConfig) -> Drafter:
-    """What training starts from: train.base, with low-rank factors if train.lora_rank is set, or a
-    new drafter of `shape`.
-    """
-    train = cfg.train
-    if not train.base:
-        return new_drafter(shape, train.seed)
-    base = load_drafter(train.base, target_layers=target_config(cfg)["num_hidden_layers"])
-    if not train.lora_rank:
-        return base
-    return add_lora(base, train.lora_rank, train.lora_targets, train.seed)

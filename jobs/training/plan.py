@@ -16,11 +16,11 @@ from dflash.lora import add_lora
 from dflash.losses import choose_labels, named_tokens
 from dflash.model import Drafter
 from dflash.target_model import resolve_dtype, resolve_training_dtype, ties_embeddings
-from dflash.training_memory import activation_bytes, head_bytes, model_bytes
+from dflash.training_memory import activation_bytes, head_bytes, model_bytes, selector_bytes
 from jobs.base.config import Config, taken_profile
 from jobs.base.console import console, print_table, short_name, some_names
 from jobs.base.devices import compute_device
-from jobs.base.drafter_shape import drafter_config, export_dtype, misfits
+from jobs.base.drafter_shape import drafter_config, export_dtype, misfits, warm_shape
 from jobs.base.target_facts import target_config
 from jobs.dataset.samples import CACHE_BYTES, captured_top_k
 from jobs.dataset.slices import largest_rows
@@ -52,7 +52,10 @@ def run_shape(cfg: Config) -> DrafterConfig:
             f"train.base {cfg.train.base} has {field} {has}, but this target and drafter.taps give "
             f"{needed}: it was made for other features" + _other_taps(field, base)
         )
-    return base
+    shape = warm_shape(cfg, base)
+    if cfg.train.part == "head" and not shape.is_dflash2:
+        raise ValueError("train.part=head: the base has no head of its own; drafter.head=dflash2")
+    return shape
 
 
 def _other_taps(field: str, base: DrafterConfig) -> str:
@@ -197,6 +200,7 @@ def memory_plan(
         "exchange with other workers": whole if train.workers > 1 else 0,
         "activations": activation_bytes(shape, in_forward, longest, anchors, dtype),
         "softmax": head_bytes(shape.hidden_size, candidates, dtype),
+        "selector": selector_bytes(shape, in_forward * anchors * shape.num_drafts),
         "two steps of features": 2 * share * longest * width * dtype.itemsize,
         "two steps of labels": 2 * share * anchors * shape.num_drafts * entry,
         "feature cache": min(2 * width * sum(data.lengths), int(train.cache_gib * GIB)),

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -163,13 +163,13 @@ def run_name(cfg: Config, shape: DrafterConfig, pin: Pin) -> str:
 
     How it is executed (workers, device, ...) is left out: a run may be resumed with other values.
     """
-    parts = [target_id(cfg.target_path), pin.key, asdict(shape), run_settings(cfg)]
+    parts = [target_id(cfg.target_path), pin.key, shape.shape_fields(), run_settings(cfg)]
     return f"drafter-{short_hash(parts)[:12]}"
 
 
 def run_recipe(cfg: Config, shape: DrafterConfig) -> str:
     """A hash as in `run_name`, without the samples: runs of one recipe differ only in those."""
-    return short_hash([target_id(cfg.target_path), asdict(shape), run_settings(cfg)])[:12]
+    return short_hash([target_id(cfg.target_path), shape.shape_fields(), run_settings(cfg)])[:12]
 
 
 def run_settings(cfg: Config) -> dict[str, Any]:

@@ -12,23 +12,30 @@ from dflash.acceptance import tau
 from dflash.checkpoint import cast
 from dflash.drafter_config import DrafterConfig
 from dflash.model import Drafter, drafter_of
+from dflash.recall import Recall, recall
 from dflash.replay import Replayable, replay
 from jobs.dataset.slices import SHOWN
+
+NO_RECALL = Recall()
+RECALLED = 16
+"""Val requests in which a selector's candidates are looked at: enough for a hint."""
 
 
 @dataclass(frozen=True)
 class Taus:
     """Replayed tau at the largest K: pooled over all val requests, and by domain. Domains with the
-    most requests come first.
+    most requests come first. recall: what a selector chose from, in some of the requests.
     """
 
     pooled: float
     domains: dict[str, float]
+    recall: Recall = NO_RECALL
 
     def metrics(self) -> dict[str, float]:
         """{metric name: tau}. Of the domains only the SHOWN largest: there may be any number."""
         shown = list(self.domains.items())[:SHOWN]
-        return {"val_tau": self.pooled} | {f"val_tau/{domain}": tau for domain, tau in shown}
+        taus = {f"val_tau/{domain}": tau for domain, tau in shown}
+        return {"val_tau": self.pooled} | taus | self.recall.metrics()
 
 
 @dataclass(kw_only=True)
@@ -83,15 +90,21 @@ def replay_val(
 
     `val` is (domain, request) and must not be empty; drafter, embedding and head have one dtype.
     """
-    mine = val[rank::world]
-    walks = replay(drafter, embedding, head, [r for _, r in mine], drafter.cfg.num_drafts)
-    found = [(domain, rounds) for (domain, _), rounds in zip(mine, walks, strict=True)]
+    mine, k, top_k = val[rank::world], drafter.cfg.num_drafts, drafter.cfg.selector_top_k
+    walks = replay(drafter, embedding, head, [r for _, r in mine], k)
+    found = []
+    for i, ((domain, request), rounds) in enumerate(zip(mine, walks, strict=True)):
+        some = NO_RECALL
+        if top_k and rank + i * world < RECALLED:
+            some = recall(drafter, embedding, head, request, rounds, k, top_k)
+        found.append((domain, rounds, some))
     if world > 1:
         parts: list[Any] = [None] * world
         distributed.all_gather_object(parts, found)
-        found = [pair for part in parts for pair in part]
-    domains = [name for name, _ in Counter(sorted(domain for domain, _ in found)).most_common()]
+        found = [one for part in parts for one in part]
+    domains = [name for name, _ in Counter(sorted(domain for domain, *_ in found)).most_common()]
     return Taus(
-        tau([rounds for _, rounds in found]),
-        {name: tau([rounds for domain, rounds in found if domain == name]) for name in domains},
+        tau([rounds for _, rounds, _ in found]),
+        {name: tau([rounds for domain, rounds, _ in found if domain == name]) for name in domains},
+        sum((some for *_, some in found), NO_RECALL),
     )

@@ -29,7 +29,7 @@ def test_batch_golden():
     one = Sample("a", "d", torch.arange(10, 18), torch.arange(8) >= 3, torch.zeros(8, 2))
     two = Sample("b", "d", torch.arange(20, 25), torch.arange(5) >= 2, torch.zeros(5, 2))
     batch = make_batch([one, two], [torch.tensor([3, 5]), torch.tensor([2])], 3, recorded_token)
-    assert batch.anchor_tokens_BN.tolist() == [[13, 15], [22, 0]]
+    assert batch.tokens_BNS[..., 0].tolist() == [[13, 15], [22, 0]]
     assert batch.labels_BNKE[0, ..., 0].tolist() == [[14, 15, 16], [16, 17, 17]]
     assert batch.supervised_BNK[0].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch.labels_BNKE[1, 0, :, 0].tolist() == [23, 24, 24]

@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from dflash.checkpoint import convert_folder, load_drafter, read_config, save_drafter
 from dflash.config_formats import to_speculators, to_zlab
-from dflash.drafter_config import DrafterConfig
+from dflash.drafter_config import PUBLISHED_HEAD, DrafterConfig
 from dflash.model import new_drafter
 
 SHAPES = {
     "full": {},
     "sliding": {"sliding_window": 12},
     "sliding causal": {"sliding_window": 12, "is_causal": True},
+    "dflash2": PUBLISHED_HEAD,
 }
 
 
@@ -60,7 +61,8 @@ def test_vllm_serves_both_formats_alike(folders):
     spec = SpeculatorsConfig.extract_vllm_speculative_config(raw)
     assert spec == {"method": "dflash", "num_speculative_tokens": 5}
     parsed = SpeculatorsConfig.extract_transformers_pre_trained_config(raw)
-    assert parsed["dflash_config"]["target_layer_ids"] == zlab["dflash_config"]["target_layer_ids"]
+    assert zlab["dflash_config"].items() <= parsed["dflash_config"].items()
+    assert parsed["architectures"] == zlab["architectures"]
     for key in DrafterConfig.__slots__:
         if key in zlab and key not in ("block_size", "num_target_layers", "is_causal"):
             assert parsed[key] == zlab[key], key

@@ -32,7 +32,7 @@ def test_frozen_head_loss_equals_autograd(entries, tv):
     probs, ids = target.topk(entries)
     if entries == 1:
         probs = torch.ones_like(probs)
-    loss, accepted, hits = FrozenHeadLoss.apply(hidden, head, torch.zeros(31), ids, probs, tv)
+    loss, accepted, hits, *_ = FrozenHeadLoss.apply(hidden, head, torch.zeros(31), ids, probs, tv)
     (loss * weights).sum().backward()
     ours, hidden.grad = hidden.grad, None
     plain, overlap = plain_loss(hidden @ head.T, ids, probs, tv)
@@ -77,7 +77,7 @@ def test_entries_for_the_whole_vocabulary_give_the_plain_kl():
     torch.manual_seed(0)
     hidden, head, target = torch.randn(5, 8), torch.randn(31, 8), torch.randn(5, 31).softmax(-1)
     probs, ids = target.topk(31)
-    loss, accepted, _ = FrozenHeadLoss.apply(hidden, head, torch.zeros(31), ids, probs, 0.0)
+    loss, accepted, *_ = FrozenHeadLoss.apply(hidden, head, torch.zeros(31), ids, probs, 0.0)
     log_q = (hidden @ head.T).log_softmax(-1)
     plain = F.kl_div(log_q, target, reduction="none").sum(1)
     torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-5)
@@ -88,7 +88,7 @@ def test_a_hard_label_gives_the_cross_entropy_and_accepts_with_its_probability()
     torch.manual_seed(0)
     hidden, head, label = torch.randn(5, 8), torch.randn(31, 8), torch.randint(0, 31, (5, 1))
     hard = torch.ones(5, 1)
-    loss, accepted, _ = FrozenHeadLoss.apply(hidden, head, torch.zeros(31), label, hard, 0.0)
+    loss, accepted, *_ = FrozenHeadLoss.apply(hidden, head, torch.zeros(31), label, hard, 0.0)
     torch.testing.assert_close(
         loss, F.cross_entropy(hidden @ head.T, label[:, 0], reduction="none")
     )
@@ -132,10 +132,10 @@ def test_candidates_estimate_the_full_partition_function():
     candidates = Candidates(seen, 400, 100)
     draws = []
     for i in range(300):
-        rows, correction = candidates.draw(head, generator(i))
+        _, rows, correction = candidates.draw(head, generator(i))
         assert len(rows) == 103
         torch.testing.assert_close(rows[candidates.position[300]], head[300])
         draws.append((rows @ hidden + correction).exp().sum())
     torch.testing.assert_close(torch.stack(draws).mean().log(), exact, atol=0.01, rtol=0)
-    rows, correction = Candidates(seen, 400, 400).draw(head, generator(0))
+    _, rows, correction = Candidates(seen, 400, 400).draw(head, generator(0))
     torch.testing.assert_close((rows @ hidden + correction).logsumexp(0), exact)

@@ -161,7 +161,7 @@ def test_a_packed_document_never_sees_its_neighbours(drafter, target, samples):
     def hidden(documents):
         batch = make_batch(documents, anchors, 5, recorded_token, packed=True)
         assert batch.starts_BN.tolist() == [[0, 0, 0, 0, 0], [0, 0, 0, 22, 22]]
-        embeds = block_embeds(target.embedding, batch.anchor_tokens_BN, 96, 6)
+        embeds = block_embeds(target.embedding, batch.tokens_BNS[..., 0], 96, 6)
         context = drafter.context(batch.features_BTF)
         with torch.no_grad():
             return drafter(context, embeds, batch.anchors_BN, batch.starts_BN)[1]

@@ -10,7 +10,7 @@ import torch
 from dflash.agreement import TIES, tie_bound
 from dflash.checkpoint import read_config, save_drafter
 from dflash.decode import decode
-from dflash.diagnose import Trace, compare, draft_logits, explain, own_noise, read_answer
+from dflash.diagnose import Trace, compare, draft_scores, explain, own_noise, read_answer
 from dflash.hypotheses import AS_CONFIGURED, hypotheses
 from dflash.model import drafter_of
 from dflash.replay import Request
@@ -47,7 +47,7 @@ def noise(traces, drafter, target, tiny_target, config):
         ids, start = trace.answer.ids.tolist(), trace.answer.num_prompt
         request = read_answer(precise, config, ids[:start], ids[start:]).request(TAPS)
         models = (wide, precise.embedding, precise.head)
-        return draft_logits(*models, request, torch.tensor(trace.anchors), 3).argmax(-1)
+        return draft_scores(*models, request, torch.tensor(trace.anchors), trace.drafts).argmax(-1)
 
     found = own_noise(drafter, target.embedding, target.head, traces("healthy"), again)
     print("own noise", found.drafts, len(found.mismatches), found.beyond(TIES[target.dtype]))

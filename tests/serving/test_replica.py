@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dflash.checkpoint import drafter_sha256, save_drafter
+from dflash.drafter_config import PUBLISHED_HEAD
 from dflash.model import new_drafter
 from serving import loaded, replica
 from serving.replica import Replica
@@ -98,6 +100,8 @@ def test_what_is_refused_changes_nothing(site, drafters, tmp_path):
     shape = tiny_config()
     object.__setattr__(shape, "block_size", 8)
     save_drafter(new_drafter(shape, seed=0), wide, torch.float32)
+    headed = replace(tiny_config(), **PUBLISHED_HEAD)  # all that a plain one has, and more
+    save_drafter(new_drafter(headed, seed=0), tmp_path / "headed", torch.float32)
     torn = tmp_path / "torn"
     torn.mkdir()
     (torn / "config.json").write_bytes((drafters[1] / "config.json").read_bytes())
@@ -111,6 +115,7 @@ def test_what_is_refused_changes_nothing(site, drafters, tmp_path):
             (409, "the files that arrived are drafter", False, {"folder": torn, "sha256": second}),
             (422, "safetensors", False, {"folder": torn}),
             (409, "block_size 8 != 4", True, {"folder": wide}),
+            (409, "selector_rank 256 != 0", True, {"folder": tmp_path / "headed"}),
         ):
             found, answer, _ = await site.load(**arguments)
             assert (found, answer["restart"]) == (status, restart)
@@ -125,7 +130,7 @@ def test_what_is_refused_changes_nothing(site, drafters, tmp_path):
             assert status == code
         assert (await site.ask("GET", "/flywheel/acceptance?after=x"))[0] == 400
         now = await site.status()
-        assert (now["active"], now["staged"], now["refused"]) == (before, None, 5)
+        assert (now["active"], now["staged"], now["refused"]) == (before, None, 6)
 
     asyncio.run(run())
     assert "flywheel_exchange" not in site.engine.calls

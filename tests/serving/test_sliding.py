@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from bench.zlab_client import whole_vocabulary
 from dflash.batches import Sample
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.decode import decode
 from dflash.drafter_config import DrafterConfig
 from dflash.frozen_head import Candidates
 from dflash.losses import choose_weights, recorded_token
-from dflash.model import drafter_of, new_drafter
+from dflash.model import drafter_of, new_drafter, reshaped
 from dflash.optim import build_optimizers
 from dflash.replay import Request as Recorded
 from dflash.replay import replay
@@ -124,5 +123,6 @@ def test_served_rounds_are_the_replayed_ones(
         drafter_of(replace(drafter.cfg, **change), drafter.state_dict())
         for change in [*changes, {"is_causal": not causal}]
     ]
-    for other in [*others, *([whole_vocabulary(drafter)] if vocabulary else [])]:
+    whole = reshaped(drafter, replace(drafter.cfg, draft_vocab_size=0), seed=0)
+    for other in [*others, *([whole] if vocabulary else [])]:
         assert replay(other, target.embedding, target.head, recorded, 3) != replayed

@@ -53,6 +53,28 @@ def target(tmp_path):
     return folder(tmp_path / "target", TARGET)
 
 
+def test_a_head_that_a_cpu_does_not_run_is_refused_before_the_start(tmp_path):
+    """vLLM's V1 runner fails on it after a minute, in its engine process."""
+    head = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
+    dflash = DRAFTER["dflash_config"] | head
+    drafter = folder(tmp_path / "drafter", DRAFTER | {"dflash_config": dflash})
+    with pytest.raises(ValueError, match=r"DFlash 2's head.*GPU.*serve a plain DFlash drafter"):
+        start_checks.check_head(drafter, on_cpu=True)
+    start_checks.check_head(drafter, on_cpu=False)
+    start_checks.check_head(folder(tmp_path / "plain", DRAFTER), on_cpu=True)
+    start_checks.check_head(None, on_cpu=True)
+
+
+def test_dflash2_is_served_with_one_k(tmp_path, target):
+    """Its convolutions cut blocks by the largest K of the server, whatever the batch drafts."""
+    head = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
+    dflash = DRAFTER["dflash_config"] | head
+    drafter = folder(tmp_path / "drafter", DRAFTER | {"dflash_config": dflash})
+    assert start_checks.check_drafter(drafter, target, [5], 256) == (5,)
+    with pytest.raises(ValueError, match=r"k = \[7, 4\].*one size of block.*such as \[7\]"):
+        start_checks.check_drafter(drafter, target, [7, 4], 256)
+
+
 def test_k_comes_from_the_block_unless_it_is_given(tmp_path, target):
     drafter = folder(tmp_path / "drafter", DRAFTER)
     assert start_checks.check_drafter(drafter, target, [], 256) == (7,)

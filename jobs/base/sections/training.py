@@ -11,6 +11,11 @@ from jobs.base.settings import setting
 class Drafter:
     """Shape of a new drafter. A warm start (train.base) keeps the base's own shape."""
 
+    head: Literal["dflash", "dflash2"] = setting(
+        "dflash",
+        "dflash2: with convolutions and a selector of paths, also on a plain train.base "
+        "(docs/how-to/choose-a-head.md)",
+    )
     layers: int = setting(5, "decoder layers", minimum=1)
     block_size: int = setting(16, "B: the anchor and B - 1 draft tokens", minimum=2)
     num_taps: int = setting(5, "target layers read, spread evenly", minimum=1)
@@ -23,7 +28,7 @@ class Drafter:
     draft_vocab: int = setting(
         0,
         "tokens that can be drafted, the most frequent of the training answers; 0: the target's "
-        "whole vocabulary, as where it is no larger",
+        "whole vocabulary, as where it is no larger, and always with drafter.head=dflash2",
         minimum=0,
     )
     sliding_window: int = setting(
@@ -46,6 +51,12 @@ class Train:
         "",
         "drafter folder to start from, z-lab's or speculators' format; empty: a new one",
         path=True,
+    )
+    part: Literal["all", "head"] = setting(
+        "all", "head: train only what drafter.head=dflash2 adds, and leave the body as it is"
+    )
+    block_size: int = setting(
+        0, "another block size for train.base than its own, at least 2; 0: its own", minimum=0
     )
     steps: int = setting(10_000, "optimizer steps; 0 exports the base as it is", minimum=0)
     batch_size: int = setting(64, "samples in a step, over all workers", minimum=1)
@@ -73,6 +84,9 @@ class Train:
     )
     weights: Literal["decay", "dpace"] = setting(
         "dpace", "weight of the slots of a block: fixed decay, or D-PACE (by expected acceptance)"
+    )
+    selector_weights: Literal["decay", "dpace"] = setting(
+        "dpace", "the same for the second loss of drafter.head=dflash2, by its own chances"
     )
     gamma: float = setting(
         0.0,
@@ -158,11 +172,15 @@ class Train:
             raise ValueError(f"train.mix = {self.mix}: below 1, or nothing is left of train.domain")
         if self.mix and not self.domain:
             raise ValueError(f"train.mix = {self.mix} needs train.domain: the domain adapted to")
-        if self.gamma and self.weights != "decay":
+        if self.gamma and "decay" not in (self.weights, self.selector_weights):
             raise ValueError(
                 f"train.gamma = {self.gamma} needs train.weights=decay; train.weights="
                 f"{self.weights} has no gamma: set the one or drop the other"
             )
+        if self.block_size and not self.base:
+            raise ValueError("train.block_size is for a train.base; a new one: drafter.block_size")
+        if self.part == "head" and self.lora_rank:
+            raise ValueError("train.part=head trains no matrix of the body: drop train.lora_rank")
         if self.ema >= 1:
             raise ValueError(f"train.ema = {self.ema}: a decay is below 1, such as 0.99")
         if self.lora_rank and not self.base:

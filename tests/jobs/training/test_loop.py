@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
 from dflash.acceptance import tau
-from dflash.checkpoint import convert_folder, save_drafter
+from dflash.checkpoint import convert_folder, read_config, save_drafter
 from dflash.model import new_drafter
 from dflash.target_model import load_target
 from jobs import evaluate, harvest, train
@@ -193,6 +193,30 @@ def test_zero_steps_export_the_base(work, tmp_path, settings, dtype):
         assert (base / name).read_bytes() == (
             work / "drafters" / trained["name"] / name
         ).read_bytes()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_head_on_a_plain_base_starts_as_the_base_and_is_evaluated(work, tmp_path):
+    """No step: the body keeps every bit, and so does tau. Then the head alone learns."""
+    plain = new_drafter(drafter_config(configure(work, "drafter.draft_vocab=0")), 7)
+    base = save_drafter(plain, tmp_path / "base", torch.bfloat16)
+    words = [f"train.base={base}", "drafter.head=dflash2"]
+    start = train.run(configure(work, *words, "train.steps=0", "train.block_size=4"))
+    body, whole = (load_file(Path(f) / "model.safetensors") for f in (base, start["folder"]))
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in body.items())
+    assert read_config(start["folder"]).block_size == 4
+    again = train.run(configure(work, *words, "train.part=head", "train.max_slice_loss=1"))
+    learned = load_file(Path(again["folder"]) / "model.safetensors")
+    assert all(torch.equal(tensor, learned[name]) for name, tensor in body.items())
+    [run] = MlflowClient(configure(work).mlflow_uri).search_runs(
+        ["1"], f"tags.`flywheel.run` = '{again['name']}'"
+    )
+    assert {"val_recall", "val_oracle_tau", "val_tau"} <= run.data.metrics.keys()
+    compared = [f"evaluate.drafter={start['folder']}", f"evaluate.baseline={base}"]
+    found = evaluate.run(configure(work, *compared))
+    shorter = evaluate.run(configure(work, f"evaluate.drafter={base}"))
+    assert found["tau_by_k"] == {k: shorter["tau_by_k"][k] for k in found["tau_by_k"]}
+    assert found["compat"]["selector_rank"] == 256
 
 
 @pytest.mark.usefixtures("one_process")
