@@ -2,7 +2,8 @@
 
 For greedy decoding the target's verdict is already in the recorded answer: a draft is accepted
 exactly while it equals the recorded token. So one pass over the features gives the context, and
-each round costs one drafter forward.
+each round costs one drafter block. Blocks of many requests, and of many anchors of a request, share
+a forward; the walk is then a jump from anchor to anchor over integers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,27 @@ from dflash.model import (
     ContextKV,
     Drafter,
     accepted_drafts,
+    accepted_prefix,
     against,
     block_embeds,
 )
+
+SLOTS_AT_ONCE = 4096
+"""Slots of a forward that looks ahead; more are not faster and take more memory."""
+
+SLOTS_OF_A_REQUEST = 512
+"""Of these at most so many of one request: each of them is masked against each other."""
+
+SLOTS_OF_A_FORWARD = 24
+"""What a forward costs beside its slots, in slots. Measured in float32 on AVX2: 9 ms, and 0.36 ms a
+slot (2 layers, hidden size 576)."""
+
+PLACES_OF_A_SLOT = 256
+"""Positions of context that are copied and read in the time of one slot."""
+
+HALF_PRECISION = 8
+"""How many times as fast as in float32 a slot is in half precision, where both costs above hardly
+change (an assumption, as vendors state it; not measured)."""
 
 FLOAT32_SLACK = 1e-5
 """How far two float32 products of the same numbers may lie apart, as a share of the largest. They
@@ -157,7 +176,7 @@ class _Batch:
         self.ends = torch.tensor([len(r.ids) - 1 for r in requests], device=device)
         # One candidate at least, even if none of the recorded tokens can be drafted.
         known = torch.cat([self.ids.flatten(), self.tokens[:1]])
-        self.candidates = torch.isin(self.tokens, known).nonzero().flatten()
+        self._compare_with(torch.isin(self.tokens, known).nonzero().flatten())
 
     def walk(self, num_drafts: int) -> list[list[int]]:
         """Accepted drafts of each round of each request.
@@ -179,40 +198,86 @@ class _Batch:
     def _walk(
         self, active: Tensor, anchors: Tensor, num_drafts: int, walks: list[list[int]]
     ) -> list[Accepted]:
-        """Walk the requests `active` from their anchors to their ends; accept all that may win."""
-        accepted, head = [], self.head[self.candidates]
-        known = self.tokens[self.candidates]
-        slots = torch.arange(1, num_drafts + 1, device=anchors.device)
+        """Walk the requests `active` from their anchors to their ends; accept all that may win.
+
+        Each forward drafts after a window of N successive anchors of every request. Which of them
+        are on the walk follows from the counts.
+        """
+        accepted, rounds, walked, ahead = [], 0, 0, 1
+        slots = torch.arange(num_drafts + 1, device=anchors.device)
         while len(active):
-            hidden, blocks = self._drafts(active, anchors[active], num_drafts)
-            recorded = blocks[:, 1:]
-            if self.drafter.candidate_selector is None:
-                matched = _may_win(against(hidden, head), known, recorded).long().cumprod(1).sum(1)
-            else:
-                matched = accepted_drafts(self.drafter, hidden, self.head, blocks)
-            counts = torch.minimum(matched, self.ends[active] - anchors[active] - 1)
-            for i, count in zip(active.tolist(), counts.tolist(), strict=True):
-                walks[i].append(count)
-            kept = slots <= counts[:, None]
-            owners, places = active[:, None].expand_as(kept), anchors[active, None] + slots
-            accepted.append((hidden[kept], recorded[kept], owners[kept], places[kept]))
-            anchors[active] += counts + 1
+            last = self.ends[active] - 1
+            room = last + 1 - anchors[active]
+            window = torch.arange(min(ahead, int(room.max())), device=anchors.device)
+            window_RN = (anchors[active, None] + window).minimum(last[:, None])
+            where_RNS = window_RN[..., None] + slots
+            hidden_RNKH, tokens_RNS = self._drafts(active, where_RNS)
+            counts_RN = self._counts(hidden_RNKH.flatten(0, 1), tokens_RNS.flatten(0, 1))
+            counts_RN = counts_RN.view_as(window_RN).minimum(last[:, None] - window_RN)
+            counts = counts_RN.tolist()
+            paths = [jumps(row, most) for row, most in zip(counts, room.tolist(), strict=True)]
+            taken_RN, steps = torch.zeros(window_RN.shape, dtype=torch.bool), []
+            for row, (i, path) in enumerate(zip(active.tolist(), paths, strict=True)):
+                walks[i] += [counts[row][place] for place in path]
+                taken_RN[row, path] = True
+                steps.append(path[-1] + counts[row][path[-1]] + 1)
+            anchors[active] += torch.tensor(steps, device=anchors.device)
+            rounds, walked = rounds + sum(map(len, paths)), walked + sum(steps)
+            kept = taken_RN.to(slots.device)[..., None] & (slots[1:] <= counts_RN[..., None])
+            owners_RNK = active[:, None, None].expand_as(kept)
+            recorded_RNK, places_RNK = tokens_RNS[..., 1:], where_RNS[..., 1:]
+            accepted.append(
+                (hidden_RNKH[kept], recorded_RNK[kept], owners_RNK[kept], places_RNK[kept])
+            )
             active = active[anchors[active] < self.ends[active]]
+            ahead = self._ahead(active, anchors, num_drafts + 1, walked / rounds)
         return accepted
 
-    def _drafts(self, rows: Tensor, anchors: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
-        """One round of the requests `rows`: hidden states [R, K, H], and the recorded tokens
-        [R, K + 1] with the anchor first.
+    def _ahead(self, active: Tensor, anchors: Tensor, slots: int, tau: float) -> int:
+        """N: after how many successive anchors of each request to draft in the next forward.
+
+        A forward costs f + R (c + N S) for R requests of c context and S slots, in slots. It takes
+        each of them N - 1 + tau tokens further, as the other anchors are not on the walk. The ratio
+        is monotonic in N. So the best N is 1, or as large as possible: if S (tau - 1) < f / R + c.
         """
+        if not len(active):
+            return 1
+        half = self.embedding.dtype.itemsize < 4
+        context = int(anchors[active].max()) / PLACES_OF_A_SLOT
+        saved = (HALF_PRECISION if half else 1) * (SLOTS_OF_A_FORWARD / len(active) + context)
+        if slots * (tau - 1) >= saved:
+            return 1
+        return max(1, min(SLOTS_OF_A_REQUEST, SLOTS_AT_ONCE // len(active)) // slots)
+
+    def _drafts(self, rows: Tensor, where_RNS: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks of the requests `rows` at these places, S = K + 1 slots with the anchor first:
+        hidden states of the drafts [R, N, K, H], and the recorded tokens [R, N, S].
+        """
+        anchors, num_drafts = where_RNS[..., 0], where_RNS.shape[2] - 1
         length = int(anchors.max())
         context = [(key[rows, :, :length], value[rows, :, :length]) for key, value in self.context]
-        slots = torch.arange(num_drafts + 1, device=anchors.device)
-        where = (anchors[:, None] + slots).clamp(max=self.ids.shape[1] - 1)
-        blocks = self.ids[rows].gather(1, where)
+        inside = where_RNS.clamp(max=self.ids.shape[1] - 1).flatten(1)
+        tokens = self.ids[rows].gather(1, inside).view_as(where_RNS)
         hidden = draft_hidden(
-            self.drafter, self.embedding, context, blocks[:, :1], anchors[:, None], num_drafts
+            self.drafter, self.embedding, context, tokens[..., 0], anchors, num_drafts
         )
-        return hidden[:, 0], blocks
+        return hidden, tokens
+
+    def _counts(self, hidden_MKH: Tensor, tokens_MS: Tensor) -> Tensor:
+        """How many drafts of each of M blocks may be accepted: int64 [M]. A draft is looked at only
+        where all before it may be.
+
+        tokens: the recorded ones, the anchor first.
+        """
+        if self.drafter.candidate_selector is not None:
+            return accepted_drafts(self.drafter, hidden_MKH, self.head, tokens_MS)
+        return accepted_prefix(
+            hidden_MKH,
+            tokens_MS,
+            lambda hidden_MH, _, recorded_M: _may_win(
+                against(hidden_MH, self.rows), self.known, recorded_M
+            ),
+        )
 
     def _check(self, accepted: list[Accepted]) -> dict[int, int]:
         """{request: place of its first accepted draft that is not the argmax}, without requests
@@ -224,22 +289,38 @@ class _Batch:
         best = [against(part, self.head).argmax(-1) for part in hidden.split(ROWS_PER_CHUNK)]
         best = torch.cat(best)
         wrong = self.tokens[best] != tokens
-        self.candidates = torch.cat([self.candidates, best[wrong]]).unique()
+        self._compare_with(torch.cat([self.candidates, best[wrong]]).unique())
         found = zip(owners[wrong].tolist(), places[wrong].tolist(), strict=True)
         return dict(sorted(found, reverse=True))  # of equal keys the last stays: the first place
 
+    def _compare_with(self, candidates: Tensor) -> None:
+        self.candidates, self.known = candidates, self.tokens[candidates]
+        self.rows = self.head[candidates]
 
-def _may_win(logits_RKC: Tensor, known_C: Tensor, recorded_RK: Tensor) -> Tensor:
-    """Whether the recorded token may be the argmax of the whole vocabulary: bool [R, K].
+
+def jumps(counts: Sequence[int], room: int) -> list[int]:
+    """The places of a window of anchors that a walk from its first one visits, at most `room` - 1.
+
+    counts: accepted drafts after each anchor. Example: [2, 0, 1, 0, 3] -> [0, 3, 4].
+    """
+    found, place = [], 0
+    while place < min(len(counts), room):
+        found.append(place)
+        place += counts[place] + 1
+    return found
+
+
+def _may_win(logits_MC: Tensor, known_C: Tensor, recorded_M: Tensor) -> Tensor:
+    """Whether the recorded token may be the argmax of the whole vocabulary: bool [M].
 
     known: tokens of the candidates, ascending. The product with the whole vocabulary may round in
     another way. So a recorded token that is only that little below the best candidate may win, too.
     """
-    best = logits_RKC.amax(-1).float()
-    place = torch.searchsorted(known_C, recorded_RK.contiguous()).clamp(max=len(known_C) - 1)
-    own = logits_RKC.gather(-1, place[..., None])[..., 0].float()
-    slack = max(2 * torch.finfo(logits_RKC.dtype).eps, FLOAT32_SLACK) * best.abs()
-    return (known_C[place] == recorded_RK) & (own >= best - slack)
+    best = logits_MC.amax(-1).float()
+    place = torch.searchsorted(known_C, recorded_M.contiguous()).clamp(max=len(known_C) - 1)
+    own = logits_MC.gather(-1, place[..., None])[..., 0].float()
+    slack = max(2 * torch.finfo(logits_MC.dtype).eps, FLOAT32_SLACK) * best.abs()
+    return (known_C[place] == recorded_M) & (own >= best - slack)
 
 
 def _cut(rounds: list[int], length: int) -> list[int]:

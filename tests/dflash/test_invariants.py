@@ -1,8 +1,11 @@
 """Invariants 1, 2, 3, 4 and 5 of the design, on tiny Llama- and Qwen3-shaped targets."""
 
+import math
+
 import pytest
 import torch
 
+import dflash.replay
 from dflash.acceptance import num_rounds, positions, tau
 from dflash.checkpoint import load_drafter, save_drafter
 from dflash.model import block_embeds, new_drafter
@@ -85,8 +88,14 @@ def test_training_forward_equals_stepwise_cached_forward(drafter, target, sample
         check_close(at_once[n], alone, target.dtype, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("overhead", [0, math.inf], ids=["one by one", "looking ahead"])
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
-def test_replay_equals_reference_decode_round_by_round(trained, target, samples, num_drafts):
+def test_replay_equals_reference_decode_round_by_round(
+    trained, target, samples, num_drafts, overhead, monkeypatch
+):
+    """Blocks of one anchor a request in a forward, and of all anchors."""
+    monkeypatch.setattr(dflash.replay, "SLOTS_OF_A_FORWARD", overhead)
+    monkeypatch.setattr(dflash.replay, "PLACES_OF_A_SLOT", math.inf)
     prompts = [sample.ids[~sample.loss_mask].tolist() for sample in samples]
     answers = [served(target, trained, prompt, 40, num_drafts) for prompt in prompts]
     real, found = zip(*answers, strict=True)

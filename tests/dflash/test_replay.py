@@ -1,12 +1,14 @@
 """Replay against its plain definition: a draft is the argmax over the whole vocabulary, of equal
 logits the lowest token id. In both dtypes, with ties, and with products that round differently."""
 
+import math
+
 import pytest
 import torch
 
 import dflash.replay
 from dflash.model import Drafter, against
-from dflash.replay import Request, draft_hidden, replay
+from dflash.replay import Request, draft_hidden, jumps, replay
 from dflash.training_step import generator
 
 K, PROMPT, ANSWER = 4, 6, 60
@@ -82,6 +84,58 @@ def test_the_lowest_of_equal_logits_is_the_draft(world):
     assert counts == set(range(K + 1)), "the test must see every count"
     assert replay(drafter, embedding, head, requests, K) == expected
     assert replay(drafter, embedding, head, requests, K, batch_tokens=1) == expected
+
+
+ONE_BY_ONE, AHEAD = (0, 512), (math.inf, 512)
+
+
+@pytest.fixture(params=[ONE_BY_ONE, AHEAD, (math.inf, 15)], ids=["one by one", "all", "by three"])
+def windows(request, monkeypatch):
+    """The sizes of the windows of anchors that replay drafts after, filled while it runs."""
+    overhead, slots = request.param
+    monkeypatch.setattr(dflash.replay, "SLOTS_OF_A_FORWARD", overhead)
+    monkeypatch.setattr(dflash.replay, "PLACES_OF_A_SLOT", math.inf)
+    monkeypatch.setattr(dflash.replay, "SLOTS_OF_A_REQUEST", slots)
+    sizes = []
+
+    def seen(*args):
+        sizes.append(args[4].shape[1])
+        return draft_hidden(*args)
+
+    monkeypatch.setattr(dflash.replay, "draft_hidden", seen)
+    yield sizes
+    most = {ONE_BY_ONE: 1, AHEAD: ANSWER - 1}.get(request.param, 3)
+    assert 1 <= max(sizes) <= most
+    assert max(sizes) > 1 or most == 1, "no window was used"
+
+
+def test_any_window_gives_the_same_rounds(world, windows):
+    drafter, embedding, head, requests = world
+    expected = [plain(drafter, embedding, head, request) for request in requests]
+    assert replay(drafter, embedding, head, requests, K) == expected
+    assert replay(drafter, embedding, head, requests[:1], K) == expected[:1]
+
+
+def test_a_walk_jumps_over_the_anchors_that_it_accepts():
+    assert jumps([2, 0, 1, 0, 3], room=9) == [0, 3, 4]
+    assert jumps([2, 0, 1, 0, 3], room=4) == [0, 3], "the answer ends inside the window"
+    assert jumps([7, 0], room=9) == [0]
+
+
+@pytest.mark.parametrize(
+    ("requests", "tau", "ahead"),
+    [
+        (1, 1.4, 64),  # 8 slots, 0.4 of them wasted: 3.2 < 24 + 1
+        (8, 1.4, 64),  # 3.2 < 3 + 1
+        (16, 1.4, 1),  # 3.2 > 1.5 + 1
+        (1, 5.0, 1),  # 32 > 24 + 1
+    ],
+)
+def test_more_anchors_are_drafted_after_only_where_that_is_cheaper(requests, tau, ahead):
+    batch = object.__new__(dflash.replay._Batch)
+    batch.embedding = torch.zeros(1)
+    found = batch._ahead(torch.arange(requests), torch.full((requests,), 256), 8, tau)
+    assert found == ahead
 
 
 @pytest.mark.timeout(60)
