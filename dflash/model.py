@@ -4,6 +4,7 @@ Shape suffixes: B sequences, T context positions, N blocks, S slots of a block, 
 D head size. One forward fills all slots of all blocks (paper, section 3).
 """
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -283,17 +284,30 @@ def accepted_drafts(
 
     tokens_MS: the target's tokens, of which the first is the anchor. A draft is accepted while it
     equals the target's token, and then those before it did so, too. So each slot is judged with the
-    target's token before it: exact for any head, and without the drafts themselves. A slot is
-    looked at only where all before it are accepted.
+    target's token before it: exact for any head, and without the drafts themselves.
+    """
+
+    def agree(hidden_MH: Tensor, before_M: Tensor, tokens_M: Tensor) -> Tensor:
+        parts = (part.split(ROWS_PER_CHUNK) for part in (hidden_MH, before_M))
+        found = [drafter.scores(h, head_VH, b).argmax(-1) for h, b in zip(*parts, strict=True)]
+        return torch.cat(found) == tokens_M
+
+    return accepted_prefix(hidden_MKH, tokens_MS, agree)
+
+
+def accepted_prefix(
+    hidden_MKH: Tensor, tokens_MS: Tensor, agree: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """How many drafts of M blocks agree before the first that does not: int64 [M].
+
+    agree: from hidden states [m, H] of a slot, the tokens before it [m] and those at it [m] to bool
+    [m]. It is asked only for blocks whose earlier slots all agree.
     """
     counts = torch.zeros_like(tokens_MS[:, 0])
     alive = torch.arange(len(counts), device=counts.device)
     for k in range(hidden_MKH.shape[1]):
-        found = [
-            drafter.scores(hidden_MKH[rows, k], head_VH, tokens_MS[rows, k]).argmax(-1)
-            for rows in alive.split(ROWS_PER_CHUNK)
-        ]
-        alive = alive[torch.cat(found) == tokens_MS[alive, k + 1]]
+        before, tokens = tokens_MS[alive, k : k + 2].unbind(1)
+        alive = alive[agree(hidden_MKH[alive, k], before, tokens)]
         if not len(alive):
             break
         counts[alive] += 1

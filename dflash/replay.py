@@ -18,6 +18,7 @@ from dflash.model import (
     ContextKV,
     Drafter,
     accepted_drafts,
+    accepted_prefix,
     against,
     block_embeds,
 )
@@ -160,7 +161,7 @@ class _Batch:
     walked again from that place.
 
     A selector (DFlash 2) chooses among the likeliest tokens of the whole vocabulary, so there every
-    draft is judged by all of it at once, and nothing is left to check.
+    round is judged by all of it, and nothing is left to check.
     """
 
     def __init__(
@@ -229,7 +230,9 @@ class _Batch:
                 (hidden_RNKH[kept], recorded_RNK[kept], owners_RNK[kept], places_RNK[kept])
             )
             active = active[anchors[active] < self.ends[active]]
-            ahead = self._ahead(active, anchors, num_drafts + 1, walked / rounds)
+            # With a selector every anchor costs products with the whole head: none in vain there.
+            if self.drafter.candidate_selector is None:
+                ahead = self._ahead(active, anchors, num_drafts + 1, walked / rounds)
         return accepted
 
     def _ahead(self, active: Tensor, anchors: Tensor, slots: int, tau: float) -> int:
@@ -238,9 +241,8 @@ class _Batch:
         A forward costs f + R (c + N S) for R requests of c context and S slots, in slots. It takes
         each of them N - 1 + tau tokens further, as the other anchors are not on the walk. The ratio
         is monotonic in N. So the best N is 1, or as large as possible: if S (tau - 1) < f / R + c.
-        With a selector every anchor costs products with the whole head, so there it is 1.
         """
-        if not len(active) or self.drafter.candidate_selector is not None:
+        if not len(active):
             return 1
         half = self.embedding.dtype.itemsize < 4
         context = int(anchors[active].max()) / PLACES_OF_A_SLOT
@@ -267,19 +269,17 @@ class _Batch:
         """How many drafts of each of M blocks may be accepted: int64 [M]. A draft is looked at only
         where all before it may be.
 
-        The one place that judges a draft during a walk. tokens: recorded ones, the anchor first.
+        tokens: the recorded ones, the anchor first.
         """
         if self.drafter.candidate_selector is not None:
             return accepted_drafts(self.drafter, hidden_MKH, self.head, tokens_MS)
-        counts = torch.zeros_like(tokens_MS[:, 0])
-        alive = torch.arange(len(counts), device=counts.device)
-        for k in range(hidden_MKH.shape[1]):
-            logits = against(hidden_MKH[alive, k], self.rows)
-            alive = alive[_may_win(logits, self.known, tokens_MS[alive, k + 1])]
-            if not len(alive):
-                break
-            counts[alive] += 1
-        return counts
+        return accepted_prefix(
+            hidden_MKH,
+            tokens_MS,
+            lambda hidden_MH, _, recorded_M: _may_win(
+                against(hidden_MH, self.rows), self.known, recorded_M
+            ),
+        )
 
     def _check(self, accepted: list[Accepted]) -> dict[int, int]:
         """{request: place of its first accepted draft that is not the argmax}, without requests

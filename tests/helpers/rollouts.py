@@ -46,9 +46,14 @@ class World:
 def make_base(folder: Path, database: Path) -> Path:
     """A work folder whose registry has two versions; the second is champion."""
     cfg = make_registry(folder / "base", database)
+    promote_two(cfg)
+    return cfg.path()
+
+
+def promote_two(cfg: Config) -> None:
+    """Two versions; the second is champion."""
     first, _ = promoted(cfg, "d1", 1)
     promoted(cfg, "d2", 2, against=first)
-    return cfg.path()
 
 
 @contextmanager
@@ -68,9 +73,24 @@ def world(
     roll-out is given instead of URLs; the test makes it known.
     """
     work = shutil.copytree(base, folder / "work")
-    cfg = load(None, [f"work={work}"])
+    with fleet([f"work={work}"], folder, chances, replicas, settings, serving, dns) as one:
+        yield one
+
+
+@contextmanager
+def fleet(
+    where: Sequence[str],
+    folder: Path,
+    chances: Sequence[dict[str, float]],
+    replicas: int = 2,
+    settings: Sequence[str] = (),
+    serving: str = "1",
+    dns: str = "",
+) -> Iterator[World]:
+    """As `world`, beside the registry that the settings `where` lead to."""
+    cfg = load(None, where)
     (folder / "token").write_text(TOKEN)
-    sha = {str(i): drafter_sha256(work / "drafters" / f"d{i}") for i in (1, 2)}
+    sha = {str(i): drafter_sha256(cfg.path("drafters", f"d{i}")) for i in (1, 2)}
     known = {sha[str(i)]: chance for i, chance in enumerate(chances, 1)}
     active = None
     if serving:
@@ -84,5 +104,5 @@ def world(
         port = urls[0].rpartition(":")[2]
         known_as = f"rollout.dns={dns}:{port}" if dns else f"rollout.replicas=[{','.join(urls)}]"
         more = [known_as, f"rollout.token_file={folder / 'token'}"]
-        cfg = load(None, [f"work={work}", *more, *FAST, *LOOSE, *settings])
+        cfg = load(None, [*where, *more, *FAST, *LOOSE, *settings])
         yield World(cfg, fakes, sha)

@@ -109,7 +109,7 @@ def test_select_and_harvest_killed_and_run_again(s3_env, harvested, tmp_path):
 
     calm, stormy = on(s3_env.url(), "calm"), on(s3_env.url(), "stormy")
     luck = random.Random(14)
-    for name, times in (("select", 4), ("harvest", 6)):
+    for name, times in (("select", 3), ("harvest", 4)):
         seconds = Stage(name, calm, s3_env.env).run()
         Stage(name, stormy, s3_env.env).disturbed(times, seconds, luck)
     for table in ("traffic", "selection", "set_aside", "feature_index"):
@@ -136,6 +136,6 @@ def test_promote_killed_and_run_again(s3_env, empty_database, tmp_path):
             if name == "calm":
                 seconds = max(seconds, stage.run())
             else:
-                stage.disturbed(3, seconds, luck)
+                stage.disturbed(2, seconds, luck)
         assert actions(cfg) == [("promote", None, "1"), ("promote", "1", "2")], name
         assert aliases(cfg) == {"champion": "2", "previous": "1"}, name

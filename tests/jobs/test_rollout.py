@@ -19,7 +19,8 @@ from jobs.reconciling.reconciler import reconciling
 from jobs.registry.versions import Registry
 from store import promotions
 from tests.helpers.fake_replica import TOKEN
-from tests.helpers.promotion import aliases
+from tests.helpers.promotion import aliases, make_registry
+from tests.helpers.rollouts import fleet, promote_two
 
 GOOD, DEAD = {"": 0.6}, {"": 0.0}
 
@@ -280,6 +281,33 @@ def test_a_roll_out_waits_for_another_one(start_fleet, capsys):
                     time.sleep(0.1)
             assert second.result()["decision"] == "advanced"
         assert one.loaded() == ["2", "2"]
+
+
+def test_another_host_goes_on_with_a_roll_out_in_a_bucket(s3_env, empty_database, tmp_path):
+    """They share the bucket and the registry, no folder."""
+    url, target = s3_env.url(), f"target.path={tmp_path / 'one' / 'target'}"
+    where = [f"work={url}", f"scratch={tmp_path / 'one'}", target]
+    cfg = make_registry(url, empty_database, *where[1:])
+    promote_two(cfg)
+    with fleet(where, tmp_path, [GOOD, GOOD]) as one:
+        for fake in one.fakes:
+            fake.per_look = 30
+        full, one.cfg = one.cfg, one.cfg.override("rollout", wait=0.0)
+        first = one.run()
+        assert first["decision"] == "held", "one look is too little"
+        assert one.loaded() == ["2", "1"]
+        number = str(first["rollout"])
+        looks = len(list(cfg.place("rollouts", number).objects()))
+        other = replace(full, scratch=str(tmp_path / "other"))
+        other = replace(
+            other, mlflow=replace(full.mlflow, uri=f"sqlite:///{cfg.path('mlflow.db')}")
+        )
+        found = rollout.run(other)
+        assert (found["decision"], found["rollout"]) == ("advanced", int(number)), found
+        assert one.loaded() == ["2", "2"]
+        assert len(list(cfg.place("rollouts", number).objects())) > looks > 0
+        assert cfg.place("rollouts").read(f"{number}.svg")
+        assert one.run()["decision"] == "unchanged"
 
 
 def test_a_plan_changes_nothing(start_fleet):

@@ -123,7 +123,7 @@ def test_a_right_drafter_passes_on_whatever_text_was_served(
     ],
 )
 def test_every_planted_fault_fails(targets, known, prompts, dtype, fault):
-    target, drafter = targets[dtype], in_dtype(known, dtype)
+    target, drafter, prompts = targets[dtype], in_dtype(known, dtype), prompts[:6]
     [wrong] = [h for h in hypotheses(drafter.cfg, [100.0], [5]) if h.name == fault]
     found = compare(target, drafter, served(target, wrong.change(drafter), prompts), K)
     assert found.faults(), found.summary()
