@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -52,8 +53,10 @@ def attending(make_mask: Callable[..., Any], device: str) -> Iterator[None]:
     """Every forward uses this kind of mask, with flex attention uncompiled on a CPU."""
     from dflash import model
 
-    kernel = {} if device == "cuda" else {"fused_flex": lambda: model.flex_attention}
-    with patch.multiple(model, dense_mask=make_mask, flex_mask=make_mask, **kernel):
+    changed: dict[str, Any] = {"dense_mask": make_mask, "flex_mask": make_mask}
+    if device == "cpu":
+        changed["fused_flex"] = lambda: model.flex_attention
+    with patch.multiple(model, **changed):
         yield
 
 
@@ -282,17 +285,16 @@ def parallel(shapes: Shapes) -> Found:
     """Weights after training on one rank: replicated (DDP) and sharded (FSDP2) against plain."""
     world = replace(small_world(shapes)[1], shapes=replace(shapes, steps=FEW_STEPS))
     backend = "nccl" if shapes.device == "cuda" else "gloo"
-    distributed.init_process_group(backend, rank=0, world_size=1, store=distributed.HashStore())
-    try:
+    with TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        distributed.init_process_group(backend, init_method=store, rank=0, world_size=1)
         found: dict[str, Tensor] = {}
         for kind in ("plain", "ddp", "fsdp"):
             drafter = new_drafter(shapes.small, seed=0).to(shapes.device)
             if kind == "fsdp":
                 shard(drafter)
-            exchange = sum_gradients if kind == "ddp" else None
-            train(drafter, world, torch.float32, exchange)
+            train(drafter, world, torch.float32, sum_gradients if kind == "ddp" else None)
             found[kind] = torch.cat([t.flatten() for t in whole_weights(drafter).values()])
-    finally:
         distributed.destroy_process_group()
     apart = {kind: distance(found[kind], found["plain"]) for kind in ("ddp", "fsdp")}
     return {"backend": backend, "steps": FEW_STEPS, "differences": apart}

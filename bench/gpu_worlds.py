@@ -156,7 +156,8 @@ def small_world(shapes: Shapes) -> tuple[Target, World]:
         head_dim=cfg.head_dim,
         initializer_range=0.4,  # so that answers are not one token for ever
     )
-    model: Any = LlamaForCausalLM(config).to(shapes.device).eval()
+    model: Any = LlamaForCausalLM(config)
+    model.to(shapes.device).eval()
     embedding, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
     target = Target(model, torch.float32, embedding, head, cfg.num_target_layers)
     lengths = [8 + i % 5 for i in range(shapes.samples)]
