@@ -12,6 +12,7 @@ of both together with the target's pass that computes the features.
 
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,7 +45,8 @@ LOW, TOLERANCE = 1.4, 0.1
 def main() -> None:
     """Compare and print the JSON line."""
     cfg = load(None, sys.argv[1:])
-    rows, requests = (found[:REQUESTS] for found in load_requests(cfg, "test"))
+    rows, requests = load_requests(cfg, "test")
+    rows, requests = rows[:REQUESTS], requests[:REQUESTS]
     target = load_target(cfg.target_path, torch.float32)
     folder = find_drafter(cfg, "")
     drafter = load_drafter(folder)
@@ -58,7 +60,7 @@ def main() -> None:
     report("replay", ratios, "s decode / s replay", detail | versions)
 
 
-def weakened(drafter: Drafter, target: Target, requests: list[Replayable]) -> Drafter:
+def weakened(drafter: Drafter, target: Target, requests: Sequence[Replayable]) -> Drafter:
     """The drafter with so much noise in its matrices that its tau is LOW. Raises ValueError if no
     amount of noise gives that.
     """

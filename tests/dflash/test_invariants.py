@@ -88,19 +88,19 @@ def test_training_forward_equals_stepwise_cached_forward(drafter, target, sample
         check_close(at_once[n], alone, target.dtype, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("overhead", [0, math.inf], ids=["one by one", "looking ahead"])
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
 def test_replay_equals_reference_decode_round_by_round(
-    trained, target, samples, num_drafts, overhead, monkeypatch
+    trained, target, samples, num_drafts, monkeypatch
 ):
-    """Blocks of one anchor a request in a forward, and of all anchors."""
-    monkeypatch.setattr(dflash.replay, "SLOTS_OF_A_FORWARD", overhead)
-    monkeypatch.setattr(dflash.replay, "PLACES_OF_A_SLOT", math.inf)
+    """With one anchor of each request in a forward, and with all of them."""
     prompts = [sample.ids[~sample.loss_mask].tolist() for sample in samples]
     answers = [served(target, trained, prompt, 40, num_drafts) for prompt in prompts]
     real, found = zip(*answers, strict=True)
-    replayed = replay(trained, target.embedding, target.head, found, num_drafts)
-    check_rounds(replayed, real, target)
+    monkeypatch.setattr(dflash.replay, "PLACES_OF_A_SLOT", math.inf)
+    for overhead in (0, math.inf):
+        monkeypatch.setattr(dflash.replay, "SLOTS_OF_A_FORWARD", overhead)
+        replayed = replay(trained, target.embedding, target.head, found, num_drafts)
+        check_rounds(replayed, real, target)
     for answer, sample in zip(real, samples, strict=True):
         same = answer.output_ids == sample.ids[sample.loss_mask].tolist()
         assert same or target.dtype == torch.bfloat16, "drafting changed the text"
