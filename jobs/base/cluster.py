@@ -2,8 +2,8 @@
 what its workers take from the node that they are on.
 """
 
-import getpass
 import logging
+import os
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ def on_node(cfg: Config, home: str) -> Config:
     """
     if not shares_only_a_bucket(cfg) or node_id() == home:
         return cfg
-    folder = f"flywheel-{getpass.getuser()}/{short_hash(cfg.work)[:12]}"
+    folder = f"flywheel-{os.getuid()}/{short_hash(cfg.work)[:12]}"
     cfg = replace(cfg, scratch=str(Path(tempfile.gettempdir(), folder)))
     if not cfg.target_path.is_dir():
         raise ValueError(
