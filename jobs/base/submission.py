@@ -13,6 +13,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from jobs.base.config import Config
 from jobs.base.console import console
+from store.place import first_line
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dflash", "jobs", "pipelines", "serving", "sql", "store")
@@ -44,7 +45,8 @@ def submit(address: str, module: str, words: Sequence[str], config: str | None, 
     try:
         client = JobSubmissionClient(address)
     except (ConnectionError, RuntimeError) as error:
-        raise ConnectionError(f"--submit {address}: no Ray dashboard answers there") from error
+        why = first_line(error)
+        raise ConnectionError(f"--submit {address}: no Ray dashboard answers: {why}") from error
     with TemporaryDirectory() as folder:
         copy_code(Path(folder))
         if config:

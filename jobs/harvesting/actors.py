@@ -32,8 +32,8 @@ KILLS = 2
 """Engines that a chunk ends before it is set aside."""
 IN_A_ROW = 3
 """Chunks set aside, with none finished between them, before the harvest stops: it is not them."""
-STARTS = 4
-"""Starts of an actor, with no chunk finished between them, before its thread gives up."""
+STARTS = 3
+"""Actors that end before they have an engine, one after the other, before a thread gives up."""
 POLL_SECONDS, NODE_SECONDS = 1.0, 300.0
 """How often a thread asks whether its actor has a place; how long there may be no node for it."""
 
@@ -78,6 +78,10 @@ def note_waiting(share: dict[str, Any], free: list[Node], number: int) -> None:
             f"harvest: Ray has room for {room} of {number} engines of {share['num_cpus']} CPUs and "
             f"{share['num_gpus']:g} GPUs now; the others wait for other jobs of the cluster to end"
         )
+
+
+class NotStarted(Exception):
+    """An engine met something that the user has to repair: a second start would meet it, too."""
 
 
 class Engine:
@@ -145,28 +149,39 @@ class Crew:
                 starts += 1
                 try:
                     for done in self._results_of_one():
-                        self.told.put(done)
                         starts = 0
+                        if done is not None:
+                            self.told.put(done)
                 except RayError as error:
-                    self.lost.append(error)
-                    if self._is_left():
-                        note = f"harvest: an engine ended ({_why(error)}); its chunk goes back"
-                        console.print(note, markup=False)
+                    if isinstance(error, ValueError | OSError):  # a full disk, a damaged file
+                        raise
+                    self._note(
+                        error, f"harvest: an engine ended ({_why(error)}); its chunk goes back"
+                    )
+        except NotStarted as error:  # others may do without it
+            cause = error.args[0]
+            self._note(cause, f"harvest: an engine did not start: {_why(cause)}")
         except BaseException as error:  # noqa: BLE001 - `run` raises it
             self.told.put(error)
         finally:
             self.told.put(None)
 
-    def _results_of_one(self) -> Iterator[Harvested]:
-        """What one actor makes of the chunks that it takes. Raises RayError when it is no good any
-        more, or was not from the start; and what is the user's to repair.
+    def _note(self, error: BaseException, text: str) -> None:
+        """Remember what ended an actor; say so, unless it was the end of the harvest."""
+        self.lost.append(error)
+        if self._is_left():
+            console.print(text, markup=False)
+
+    def _results_of_one(self) -> Iterator[Harvested | None]:
+        """None when an actor has its engine, and then what it makes of the chunks that it takes.
+        Raises RayError when it is no good any more, or was not from the start.
         """
         actor = self._actor()
         try:
             if opened := self._opened(actor):
+                yield None
                 while taken := self._next():
-                    if done := self._harvested(actor, opened, *taken):
-                        yield done
+                    yield self._harvested(actor, opened, *taken)
         finally:
             with self.lock:
                 self.actors.discard(actor)
@@ -197,7 +212,10 @@ class Crew:
                     f"harvest: nodes are gone, and none that is left ({in_words(whole)}) can have "
                     f"an engine of {self.share}: start nodes, or run the same command again"
                 )
-        return ray.get(opening)
+        try:
+            return ray.get(opening)
+        except (ValueError, OSError) as error:
+            raise NotStarted(error) from error
 
     def _is_left(self) -> bool:
         """Whether there may be a chunk to take."""
@@ -217,17 +235,17 @@ class Crew:
 
     def _harvested(
         self, actor: Any, opened: tuple[str, dict[str, str]], chunk: pa.Table, kills: int
-    ) -> Harvested | None:
-        """What the actor made of the chunk. If the actor is no good any more, the chunk goes back,
-        or is set aside.
+    ) -> Harvested:
+        """What the actor made of the chunk. If that ended the actor, the chunk goes back, or is set
+        aside, and RayError is raised.
         """
         try:
             done = ray.get(actor.shard.remote(self.place, chunk))
             self.in_a_row = 0
             return done
-        except (ValueError, OSError):  # a full disk, a damaged file
-            raise
         except RayError as error:
+            if isinstance(error, ValueError | OSError):
+                raise
             kills += self._is_its_fault(error, opened[0])
             if kills < KILLS:
                 self.returned.append((chunk, kills))
@@ -260,7 +278,7 @@ class Crew:
 
 
 def _why(error: RayError) -> str:
-    """What ended an actor, in one line."""
+    """What ended an actor, in one line, without Ray's account of where it was."""
     if cause := getattr(error, "cause", None):
         return f"{type(cause).__name__}: {first_line(cause)}"
     return str(error).strip().splitlines()[-1][:200]

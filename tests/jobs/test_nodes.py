@@ -101,9 +101,9 @@ def test_what_no_node_can_hold_is_refused_at_once(cluster, words, tmp_path):
     said = tmp_path / "said"
     for stage, more in (("harvest", "harvest.workers=3"), ("harvest", "target.device=cuda")):
         assert cluster.command(said, STAGES, stage, *words, more).wait(250) == 2
-        message = said.read_text().splitlines()[-1]
+        message = said.read_text()
         assert "do not fit: Ray has 2 nodes of 1 CPUs, 1 node of 0 CPUs, room for" in message
-    assert message.endswith("Set target.device=cpu, or start more or larger nodes")
+    assert "Set target.device=cpu, or start more or larger nodes" in message
 
 
 @pytest.mark.slow
@@ -114,8 +114,7 @@ def test_a_stage_is_submitted_with_its_code(cluster, words, tmp_path):
     command = ["--submit", cluster.dashboard, *words, "harvest.workers=1"]
     assert cluster.command(said, STAGES, "harvest", *command).wait(250) == 0, said.read_text()
     lines = said.read_text().splitlines()
-    [sent] = [line for line in lines if line.startswith("sending ")]
-    assert "MiB (dflash/ " in sent
+    assert "MiB (dflash/ " in " ".join(lines)
     [summary] = [json.loads(line) for line in lines if line.startswith('{"stage"')]
     assert summary["samples"] == 48
     refused = ["--submit", cluster.dashboard, *words, "work=here"]
