@@ -164,7 +164,7 @@ def taken_profile(cfg: Config) -> str:
     """The profile whose defaults `cfg` has."""
     if cfg.profile != "auto":
         return cfg.profile
-    return profile_of(cfg.target.path or str(cfg.target_path))
+    return profile_of(cfg.target.path or cfg.target_path)
 
 
 def commented(cfg: Config) -> str:

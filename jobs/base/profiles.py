@@ -41,12 +41,12 @@ LARGEST = {"small": 4 << 30, "8b": 80 << 30}
 """Bytes of weights up to which a profile is meant: 2 B and 40 B parameters in bfloat16."""
 
 
-def profile_of(target: str) -> str:
+def profile_of(target: Path | str) -> str:
     """The profile for the target in this folder or bucket; small without one, as the built-in
     target is. A bucket is asked for sizes: nothing is copied for them.
     """
-    if "://" in target:
-        found = [(item.name, item.size) for item in place_of(target).objects()]
+    if "://" in str(target):
+        found = [(item.name, item.size) for item in place_of(str(target)).objects()]
     else:
         found = [(p.name, p.stat().st_size) for p in Path(target).glob("*") if p.is_file()]
     sizes = {n: size for n, size in found if fnmatch(n, "[!.]*.safetensors") and "/" not in n}
