@@ -106,7 +106,7 @@ def _engine(
     from vllm import LLM
 
     # vLLM takes most of a GPU, which another engine may share.
-    memory = {"gpu_memory_utilization": 0.9 * gpu_share} if gpu_share < 1 else {}
+    memory: dict[str, Any] = {"gpu_memory_utilization": 0.9 * gpu_share} if gpu_share < 1 else {}
     hf_config = {"eagle_aux_hidden_state_layer_ids": boundaries}
     return LLM(
         str(target),

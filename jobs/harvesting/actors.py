@@ -240,7 +240,7 @@ class Crew:
         aside, and RayError is raised.
         """
         try:
-            done = ray.get(actor.shard.remote(self.place, chunk))
+            done: Any = ray.get(actor.shard.remote(self.place, chunk))
             self.in_a_row = 0
             return done
         except RayError as error:

@@ -112,7 +112,7 @@ def _trainer(cfg: Config, name: str, loop_config: dict[str, Any]) -> TorchTraine
     return trainer
 
 
-def _failure(error: ray.train.TrainingFailedError) -> BaseException:
+def _failure(error: ray.train.TrainingFailedError) -> Exception:
     """What a worker, or the start of a group, raised."""
     failures: Any = getattr(error, "worker_failures", None) or {}
     cause = next(iter(failures.values()), getattr(error, "controller_failure", error))

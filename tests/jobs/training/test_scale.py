@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -356,7 +357,7 @@ def test_workers_get_what_one_machine_can_give(work, monkeypatch, capfd):
     def cpus(workers, *nodes, device="cpu"):
         given(monkeypatch, *nodes)
         words = [f"train.workers={workers}", f"train.device={device}"]
-        found = ray_trainer.scaling(configure(work, *words)).resources_per_worker
+        found: Any = ray_trainer.scaling(configure(work, *words)).resources_per_worker
         assert found
         assert found.get("GPU", 0) == (device == "cuda")
         return found["CPU"]
