@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig
 
 from dflash.checkpoint import LM_HEAD, WEIGHTS, drafter_sha256, load_drafter, read_config
 from dflash.drafter_config import PLAIN_KEYS, DrafterConfig
@@ -69,6 +68,8 @@ def _look(clause: Callable[[Subject], Iterator[Check]], subject: Subject) -> lis
 
 def config(subject: Subject) -> Iterator[Check]:
     """Transformers, through which vLLM reads config.json, must get the same values as replay."""
+    from transformers import AutoConfig  # as in dflash/target_model.py
+
     theirs = AutoConfig.from_pretrained(subject.folder)
     for name in [name for name in PLAIN_KEYS if name not in OURS_ALONE]:
         value = theirs.rope_parameters[name] if name == "rope_theta" else getattr(theirs, name)

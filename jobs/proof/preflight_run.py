@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from dflash.agreement import TIES
 from dflash.checkpoint import load_drafter, read_config
@@ -176,6 +175,8 @@ def _thetas(cfg: Config) -> list[float]:
 
 
 def _special_tokens(cfg: Config) -> list[int]:
+    from transformers import AutoTokenizer  # as in dflash/target_model.py
+
     tokenizer = AutoTokenizer.from_pretrained(cfg.target_path, local_files_only=True)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return sorted(special | set(tokenizer.all_special_ids), reverse=True)[:SPECIAL_TOKENS]

@@ -14,7 +14,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import AutoTokenizer
 
 from jobs.base.config import Config
 from jobs.dataset.samples import selected, with_tokens
@@ -50,7 +49,10 @@ def worst_contexts(cfg: Config, target: str, version: str, k: int) -> list[Examp
     """
     if not (cfg.target_path / "tokenizer.json").is_file():
         return None
-    tokenizer = AutoTokenizer.from_pretrained(cfg.target_path, local_files_only=True)
+    # Imported late, as in dflash/target_model.py. AutoTokenizer would import all of generation.
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(cfg.target_path, local_files_only=True)
     chosen = _worst(_greedy_replay(cfg, target, version, k))
     rows = selected(cfg)
     common = common_words(
