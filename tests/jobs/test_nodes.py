@@ -19,8 +19,8 @@ from tests.helpers.harvesting import all_rows
 from tests.helpers.nodes import wait_until
 from tests.helpers.work import SETTINGS, configure, in_one_process
 
-# By hand, until they have passed on a quiet machine: on a busy one Ray's nodes do not start within the
-# 30 s that it gives them.
+# By hand, until they have passed on a quiet machine: on a busy one Ray's nodes do not start within
+# the 30 s that it gives them.
 pytestmark = pytest.mark.hours
 RUN = ["train.steps=24", "train.val_every=12", "train.checkpoint_every=6", "train.batch_size=4"]
 STAGES = """
