@@ -105,7 +105,7 @@ def _train(cfg: Config, chosen: Chosen, shape: DrafterConfig, base: str) -> dict
         tracker.describe(params, execution, to_yaml(cfg))
         try:
             with cluster(cfg):
-                # A worker on another node fetches the base for itself.
+                # As it was given: a worker on another node fetches it for itself.
                 result = fit(cfg.override("train", base=base), name, shape, tracker.run_id, held)
         except BaseException:  # including Ctrl-C; the same command sets the run to RUNNING again
             with suppress(MlflowFault):

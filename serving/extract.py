@@ -22,6 +22,7 @@ class Extractor:
     """One in-process vLLM engine that reads the taps it was made for.
 
     taps: z-lab layer ids (id i = output of layer i); they are fixed when the engine starts.
+    gpu_share: share of a GPU's memory that it may take, if vLLM runs on one.
     Raises ValueError for a folder without a model or for taps it does not have.
     """
 
@@ -32,6 +33,7 @@ class Extractor:
         dtype: torch.dtype,
         kv_cache_gib: int = 2,
         max_batch_tokens: int = 8192,
+        gpu_share: float = 1.0,
     ) -> None:
         config = read_target_config(target)
         check_taps(tuple(taps), config["num_hidden_layers"])
@@ -43,7 +45,7 @@ class Extractor:
         self.norm, self.epsilon = norm.float(), config["rms_norm_eps"]
         # vLLM counts layer boundaries, 0 being the embedding. The last is before the final norm.
         boundaries = [tap + 1 for tap in self.taps] + [config["num_hidden_layers"]]
-        self.llm = _engine(target, boundaries, dtype, kv_cache_gib, max_batch_tokens)
+        self.llm = _engine(target, boundaries, dtype, kv_cache_gib, max_batch_tokens, gpu_share)
 
     def features(self, batch: Sequence[Sequence[int]], taps: Sequence[int]) -> list[Features]:
         """One teacher-forced pass: for each sequence its tap outputs and last hidden states.
@@ -90,6 +92,7 @@ def _engine(
     dtype: torch.dtype,
     kv_cache_gib: int,
     max_batch_tokens: int,
+    gpu_share: float,
 ):  # -> vllm.LLM, which is imported only after its environment is set
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
@@ -102,12 +105,15 @@ def _engine(
         os.environ.setdefault(name, value)
     from vllm import LLM
 
+    # vLLM takes most of a GPU, which another engine may share.
+    memory: dict[str, Any] = {"gpu_memory_utilization": 0.9 * gpu_share} if gpu_share < 1 else {}
     hf_config = {"eagle_aux_hidden_state_layer_ids": boundaries}
     return LLM(
         str(target),
         dtype=cast(Any, str(dtype).removeprefix("torch.")),
         enforce_eager=True,
         skip_tokenizer_init=True,
+        **memory,
         enable_prefix_caching=False,  # cached positions have no states (vLLM #44485)
         max_num_batched_tokens=max_batch_tokens,
         speculative_config={

@@ -1,6 +1,7 @@
 """The `flywheel` command: parse, load the config, run one stage.
 
-    flywheel <stage> [--config FILE] [--debug] [--plan] [--format FORMAT] [section.key=value ...]
+    flywheel <stage> [--config FILE] [--debug] [--plan] [--format FORMAT] [--submit URL]
+                     [section.key=value ...]
 
 A stage is a module with `run(cfg: Config) -> dict`. What it prints for people goes to stderr
 (jobs/base/console.py); the summary it returns is printed as one JSON line, the last line on stdout.
@@ -97,10 +98,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.format and args.stage != "sql":
             raise ValueError(f"{args.stage} has no --format; only sql")
         settings = _settings(args.stage, args.settings)
-        cfg = load(args.config, settings + ([f"sql.format={args.format}"] if args.format else []))
+        settings += [f"sql.format={args.format}"] if args.format else []
+        cfg = load(args.config, settings)
         if args.stage == "config":
             to_stdout(commented(cfg), end="")
             return 0
+        if args.submit:
+            from jobs.base.submission import submit
+
+            words = [*(["--plan"] if args.plan else []), *settings]
+            return submit(args.submit, STAGES[args.stage][0], words, args.config, cfg)
         return _run(args.stage, cfg, "plan" if args.plan else "run")
     except KeyboardInterrupt:
         print("interrupted: the same command continues where this one stopped", file=sys.stderr)
@@ -237,6 +244,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--format", metavar="FORMAT", help="of the answer of sql: table, csv, json or parquet"
+    )
+    parser.add_argument(
+        "--submit",
+        metavar="URL",
+        help="run it on the Ray cluster whose dashboard is there, such as http://head:8265",
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of a user error")
     return parser

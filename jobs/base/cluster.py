@@ -1,14 +1,20 @@
-"""The Ray cluster a stage runs on: the caller's, a named one, or a local one for this command."""
+"""The Ray cluster a stage runs on: the caller's, a named one, or a local one for this command; and
+what its workers take from the node that they are on.
+"""
 
 import logging
+import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
 import ray
 
 from jobs.base.config import Config
+from store.ids import short_hash
 from store.place import first_line
 
 
@@ -55,18 +61,29 @@ def _connect(address: str) -> None:
         ) from error
 
 
-def cpus_each(nodes: Sequence[Mapping[str, Any]], workers: int, gpus: int = 0) -> int:
-    """The most CPUs that each of `workers` can have, with `gpus` GPUs each, so that all workers fit
-    on these nodes (`ray.nodes()`). 0 if they do not fit: Ray would wait for ever.
+def node_id() -> str:
+    """The node of the cluster that this process is on."""
+    return ray.get_runtime_context().get_node_id()
 
-    Example: four nodes of 4 CPUs give two workers 4, not 8.
+
+def shares_only_a_bucket(cfg: Config) -> bool:
+    """Whether the workers may be on nodes that do not see this machine's folders."""
+    return bool(cfg.ray.address) and cfg.is_remote
+
+
+def on_node(cfg: Config, home: str) -> Config:
+    """The settings of a worker whose driver is on the node `home`. On another node, scratch is a
+    folder of that node, in its folder for temporary files (TMPDIR).
+
+    Raises ValueError if this node has no target.
     """
-    alive = [node["Resources"] for node in nodes if node["Alive"]]
-    most = int(max((node.get("CPU", 0) for node in alive), default=0))
-
-    def places(node: Mapping[str, float], cpus: int) -> int:
-        room = int(node.get("CPU", 0)) // cpus
-        return min(room, int(node.get("GPU", 0)) // gpus) if gpus else room
-
-    fitting = (c for c in range(most, 0, -1) if sum(places(node, c) for node in alive) >= workers)
-    return next(fitting, 0)
+    if not shares_only_a_bucket(cfg) or node_id() == home:
+        return cfg
+    folder = f"flywheel-{os.getuid()}/{short_hash(cfg.work)[:12]}"
+    cfg = replace(cfg, scratch=str(Path(tempfile.gettempdir(), folder)))
+    if not cfg.target_path.is_dir():
+        raise ValueError(
+            f"node {ray.util.get_node_ip_address()} has no target in {cfg.target_path}: put it "
+            "there on every node, or set target.path to its URL in a bucket"
+        )
+    return cfg

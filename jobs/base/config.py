@@ -7,8 +7,10 @@ Defaults live in jobs/base/sections, those by the size of the target in jobs/bas
 Unknown keys and wrong types are refused by name.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +30,7 @@ from jobs.base.settings import (
     setting,
     to_yaml,
 )
+from store.files import exclusive
 from store.place import Place, place_of
 from store.schemas import TABLES
 from store.tables import Table
@@ -114,7 +117,9 @@ class Config:
 
     @property
     def target_path(self) -> Path:
-        """Folder of the target."""
+        """Folder of the target; of one in a bucket, a copy in the scratch folder."""
+        if "://" in self.target.path:
+            return _fetched(self.target.path, self.path("targets"))
         return Path(self.target.path) if self.target.path else self.path("target")
 
     @property
@@ -145,9 +150,21 @@ def load(file: Path | str | None = None, overrides: Sequence[str] = ()) -> Confi
     return replace(cfg, scratch=str(cfg.path())) if cfg.is_remote and not cfg.scratch else cfg
 
 
+@lru_cache
+def _fetched(url: str, cache: Path) -> Path:
+    """A copy of a folder in a bucket; of several processes, one copies it."""
+    while True:
+        with exclusive(cache / ".lock", "another process") as other:
+            if not other:
+                return place_of(url).fetch(cache)
+        time.sleep(0.5)
+
+
 def taken_profile(cfg: Config) -> str:
     """The profile whose defaults `cfg` has."""
-    return profile_of(cfg.target_path) if cfg.profile == "auto" else cfg.profile
+    if cfg.profile != "auto":
+        return cfg.profile
+    return profile_of(cfg.target.path or cfg.target_path)
 
 
 def commented(cfg: Config) -> str:

@@ -5,8 +5,11 @@ another size needs. A config file and the command line replace both.
 docs/how-to/settings.md has the table with the source of each value.
 """
 
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from store.place import place_of
 
 PROFILES: dict[str, dict[str, Any]] = {
     "small": {
@@ -38,10 +41,16 @@ LARGEST = {"small": 4 << 30, "8b": 80 << 30}
 """Bytes of weights up to which a profile is meant: 2 B and 40 B parameters in bfloat16."""
 
 
-def profile_of(target: Path) -> str:
-    """The profile for the target in this folder; small without one, as the built-in target is."""
-    files = [path for path in target.glob("[!.]*.safetensors") if path.is_file()]
+def profile_of(target: Path | str) -> str:
+    """The profile for the target in this folder or bucket; small without one, as the built-in
+    target is. A bucket is asked for sizes: nothing is copied for them.
+    """
+    if "://" in str(target):
+        found = [(item.name, item.size) for item in place_of(str(target)).objects()]
+    else:
+        found = [(p.name, p.stat().st_size) for p in Path(target).glob("*") if p.is_file()]
+    sizes = {n: size for n, size in found if fnmatch(n, "[!.]*.safetensors") and "/" not in n}
     # Mistral publishes the weights a second time, in one file of its own format.
-    files = [path for path in files if not path.name.startswith("consolidated")] or files
-    size = sum(path.stat().st_size for path in files)
-    return next((name for name, largest in LARGEST.items() if size <= largest), "70b")
+    sizes = {n: size for n, size in sizes.items() if not n.startswith("consolidated")} or sizes
+    total = sum(sizes.values())
+    return next((name for name, largest in LARGEST.items() if total <= largest), "70b")

@@ -60,7 +60,7 @@ def load_sets(cfg: Config) -> Sets:
         cfg,
         work=str(cfg.place("regression")),
         scratch=str(cfg.path("regression")),
-        target=replace(cfg.target, path=str(cfg.target_path)),
+        target=replace(cfg.target, path=cfg.target.path or str(cfg.target_path)),
     )
     why = unfit(inner, compute_dtype(inner)) if sets else ""
     skipped = {p.name: why for p in sets if why and not kept(inner, p)}

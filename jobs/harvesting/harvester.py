@@ -106,10 +106,12 @@ def make_backend(cfg: Config) -> tuple[Backend, Tensor]:
     """The engine that `harvest.backend` names, loaded, and the target's head [V, H]."""
     if cfg.harvest.backend == "vllm":
         from serving.extract import Extractor
+        from serving.vllm_server import vllm_runs_on_cpu
 
         dtype = served_dtype(cfg)
         head = load_borrowed(cfg.target_path, dtype)[1].to(compute_device(cfg))
-        return Extractor(cfg.target_path, target_taps(cfg), dtype), head
+        share = 1.0 if vllm_runs_on_cpu() else cfg.harvest.gpus
+        return Extractor(cfg.target_path, target_taps(cfg), dtype, gpu_share=share), head
     target: Target = load_target(cfg.target_path, compute_dtype(cfg), compute_device(cfg))
     return target, target.head
 

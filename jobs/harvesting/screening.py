@@ -12,7 +12,7 @@ from dflash.target_model import Features
 
 Row = dict[str, Any]
 
-TOO_LONG = "too_long"
+TOO_LONG, KILLED = "too_long", "killed"
 REASONS = {
     "length": (
         "the engine gave features for another number of tokens",
@@ -29,6 +29,10 @@ REASONS = {
     TOO_LONG: (
         "prompt and answer fill the context of the engine",
         "harvest with harvest.backend=transformers, which has no such limit",
+    ),
+    KILLED: (
+        "the engine ended twice while it had their shard",
+        "if memory ran out, lower harvest.batch_tokens; `flywheel harvest` tries them again",
     ),
     "other_model": (
         "the target did not write this answer",
@@ -98,8 +102,10 @@ def _authorship(row: Row, last: Tensor, head: Tensor) -> Fault | None:
 
 def is_settled(aside: Row, engine: dict[str, str]) -> bool:
     """Whether a SET_ASIDE row also holds for this engine (`backend` and `dtype`): then the sample
-    is not tried again.
+    is not tried again. What ended an engine may have been the memory of that day.
     """
+    if aside["reason"] == KILLED:
+        return False
     return aside["reason"] not in BY_ENGINE or all(aside[name] == engine[name] for name in engine)
 
 

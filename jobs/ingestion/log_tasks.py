@@ -7,8 +7,9 @@ from typing import Any
 
 import ray
 
-from jobs.base.cluster import cluster
+from jobs.base.cluster import cluster, shares_only_a_bucket
 from jobs.base.config import Config
+from jobs.base.placement import at_the_driver
 from store.digests import Digest, Digests, digest_log
 from store.log_files import Stamp
 from store.log_formats import Rules
@@ -39,7 +40,8 @@ class Read:
 @contextmanager
 def tasks(cfg: Config) -> Iterator[Each]:
     """A function that runs another one on each tuple of arguments as a Ray task, and returns the
-    results in order. Ray is started for its first task.
+    results in order. Ray is started for its first task. Tasks read logs, copies of logs and the
+    target on this machine, so they run here.
     """
     with ExitStack() as stack:
 
@@ -49,6 +51,8 @@ def tasks(cfg: Config) -> Iterator[Each]:
             if not ray.is_initialized():
                 stack.enter_context(cluster(cfg))
             task = ray.remote(function)
+            if shares_only_a_bucket(cfg):
+                task = task.options(**at_the_driver())
             return ray.get([task.remote(*args) for args in arguments])
 
         yield each

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray.train
@@ -47,6 +46,7 @@ from dflash.training_step import (
     to_device,
 )
 from dflash.vocabulary import frequent_tokens, set_vocabulary
+from jobs.base.cluster import on_node
 from jobs.base.config import Config
 from jobs.base.devices import peak_memory
 from jobs.base.drafter_folders import MARK, with_local_base
@@ -59,7 +59,7 @@ from jobs.training.feed import (
     training_set,
     val_requests,
 )
-from jobs.training.progress import advance
+from jobs.training.progress import progress_of
 from jobs.training.runs import Pin, read_pin
 from jobs.training.start import label_tokens, start_drafter
 from jobs.training.states import (
@@ -75,7 +75,8 @@ from store.lease import Lost, check_latest
 
 def worker(config: dict[str, Any]) -> None:
     """One rank, as Ray Train calls it. A restarted group continues from the newest state."""
-    cfg, name, context = with_local_base(config["cfg"]), config["name"], ray.train.get_context()
+    cfg, name = with_local_base(on_node(config["cfg"], config["home"])), config["name"]
+    context = ray.train.get_context()
     rank = context.get_world_rank()
     if has_ended(cfg, name):  # in the group before a restart, a rank ended the run
         ray.train.report({})
@@ -131,7 +132,7 @@ class Loop:
     ):
         self.check = check
         self.cfg, self.train_cfg, self.tracker = cfg, cfg.train, tracker
-        self.name, self.progress = name, progress_file(cfg, name)
+        self.name, self.progress = name, progress_of(cfg, name)
         context = ray.train.get_context()
         self.rank, self.world = context.get_world_rank(), context.get_world_size()
         self.device = ray.train.torch.get_device()
@@ -201,7 +202,7 @@ class Loop:
             self._one_step(batches)
             self.seconds += time.perf_counter() - started
             if self.rank == 0:
-                advance(self.progress, self.step)
+                self.progress.advance(self.step)
             if self.step % cfg.val_every == 0 or self.step == cfg.steps:
                 self._validate()
             last = self.step == cfg.steps or self._out_of_patience()
@@ -379,8 +380,3 @@ class Loop:
             running = {name: running[name] for name in shown}
             self.tracker.log(self.step, self.history, accuracy | running | values)
         self.history, self.counts = [], torch.zeros_like(self.counts)
-
-
-def progress_file(cfg: Config, name: str) -> Path:
-    """The file in which rank 0 writes the number of steps done."""
-    return cfg.path("runs", f".{name}.step")

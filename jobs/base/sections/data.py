@@ -114,6 +114,8 @@ class Harvest:
         "transformers", "engine that runs the target"
     )
     workers: int = setting(1, "Ray actors, each with its own target", minimum=1)
+    cpus: int = setting(0, "CPUs of each; 0: as many as fit on the nodes", minimum=0)
+    gpus: float = setting(1.0, "GPUs of each, where Ray has any; 0.5: two share one", minimum=0.01)
     samples_per_shard: int = setting(64, "samples in one feature file", minimum=1)
     batch_tokens: int = setting(4096, "tokens in one forward pass, padding included", minimum=1)
     top_k: int = setting(
@@ -128,6 +130,12 @@ class Harvest:
     max_reject_rate: float = setting(
         0.05, "stop when a larger share of samples is set aside, beyond chance", minimum=0
     )
+
+    def __post_init__(self) -> None:
+        if self.gpus > 1:
+            raise ValueError(
+                f"harvest.gpus = {self.gpus:g}: an engine computes on one GPU, set at most 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,10 @@ class Target:
     """The served model: a Hugging Face folder."""
 
     path: str = setting(
-        "", "folder of the target; empty: target/ in scratch, made by `flywheel target`", local=True
+        "",
+        "folder of the target, a local one on each node or a URL (s3://bucket/models/x); "
+        "empty: target/ in scratch, made by `flywheel target`",
+        path=True,
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "compute dtype; auto: bfloat16 where the hardware multiplies it, else float32"
@@ -29,6 +32,10 @@ class Ray:
 
     address: str = setting("", "Ray cluster to join; empty: a local one that ends with the command")
     num_cpus: int = setting(0, "CPUs of the local cluster; 0: all", minimum=0)
+    submit_cpus: int = setting(
+        1, "with --submit: CPUs of the command itself, which replays and starts servers", minimum=0
+    )
+    submit_gpus: float = setting(0.0, "with --submit: its GPUs", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

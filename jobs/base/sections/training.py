@@ -134,6 +134,9 @@ class Train:
         0, "stop after so many validations without better weights; 0: never", minimum=0
     )
     workers: int = setting(1, "Ray Train workers", minimum=1, execution=True)
+    cpus: int = setting(
+        0, "CPUs of each; 0: as many as fit on the nodes", minimum=0, execution=True
+    )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "auto: a GPU for each worker if the Ray cluster has them", execution=True
     )

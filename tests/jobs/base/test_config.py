@@ -176,7 +176,7 @@ def test_paths_are_made_absolute_once(tmp_path, monkeypatch):
     assert cfg.mlflow_uri == f"sqlite:///{tmp_path}/here/mlflow.db"
 
 
-@pytest.mark.parametrize("name", ["target.path", "methods.eagle3", "serve.capture", "scratch"])
+@pytest.mark.parametrize("name", ["methods.eagle3", "serve.capture", "scratch"])
 def test_what_must_be_on_a_local_disk_is_no_url(name):
     with pytest.raises(ValueError, match=rf"{name} = 's3://b/x': it must be .* on a local disk"):
         load(None, [f"{name}=s3://b/x"])

@@ -7,10 +7,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-import ray
 import torch
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
@@ -19,13 +19,12 @@ from dflash.checkpoint import load_drafter, save_drafter
 from dflash.model import new_drafter
 from dflash.target_model import load_target
 from jobs import train
-from jobs.base.cluster import cpus_each
 from jobs.base.config import load
 from jobs.base.drafter_shape import drafter_config
+from jobs.base.placement import Node
 from jobs.tracking.mlflow_runs import Tracker
 from jobs.training import plan, ray_trainer
 from jobs.training.feed import training_set, val_requests
-from jobs.training.loop import progress_file
 from jobs.training.runs import live_pin, run_name
 from jobs.training.states import (
     commit_state,
@@ -95,7 +94,7 @@ def test_two_workers_survive_a_sigkill_and_one_worker_continues_them(one, fresh,
     """A worker dies in the middle of a step; Ray Train restarts the group from the last state."""
     cfg = configure(fresh, *SETTINGS, "train.workers=2", "train.micro_batch=1")
     with ThreadPoolExecutor(1) as pool:
-        killed = pool.submit(kill_a_worker, progress_file(cfg, one[0]["name"]))
+        killed = pool.submit(kill_a_worker, cfg.path("runs", f".{one[0]['name']}.step"))
         two = outcome(cfg)
         assert 12 <= killed.result() < 40
     check_same(two, one)
@@ -223,17 +222,21 @@ def test_settings_that_need_what_is_not_there_are_refused_before_ray(work, tmp_p
     base = make_base(configure(work), tmp_path / "base")
     with pytest.raises(ValueError, match=r"query names no matrix.*choose from fc, q_proj"):
         train.run(configure(work, f"train.base={base}", *lora))
-    found = {"CPU": 8.0, "GPU": 1.0}
-    monkeypatch.setattr(ray, "cluster_resources", lambda: found)
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": found}])
-    with pytest.raises(ValueError, match="the Ray cluster has 1 GPUs"):
+    given(monkeypatch, Node(8, 1))
+    said = r"train.workers=2 with 1 CPUs and 1 GPUs each .*1 GPUs, room for 1. Lower train.workers"
+    with pytest.raises(ValueError, match=said + ", or set train.device=cpu"):
         ray_trainer.scaling(configure(work, "train.device=cuda", "train.workers=2"))
     on_gpu = ray_trainer.scaling(configure(work, "train.workers=1"))
     assert on_gpu.use_gpu
     assert on_gpu.resources_per_worker == {"CPU": 8, "GPU": 1}
     assert not ray_trainer.scaling(configure(work, "train.device=cpu")).use_gpu
-    with pytest.raises(ValueError, match=r"train.workers=9, but the local Ray cluster has 8 CPUs"):
+    said = r"train.workers=9 with 1 CPUs each do not fit: Ray has 1 node of 8 CPUs and 1 GPUs"
+    with pytest.raises(ValueError, match=said):
         ray_trainer.scaling(configure(work, "train.workers=9"))
+
+
+def given(monkeypatch, *nodes):
+    monkeypatch.setattr(ray_trainer, "cluster_nodes", lambda: ([*nodes], [*nodes]))
 
 
 def test_what_mlflow_would_try_for_minutes_is_one_message(work, tmp_path):
@@ -343,21 +346,27 @@ def test_a_cluster_of_one_cpu_trains_and_refuses_two_workers(fresh):
 
     two = run("train.workers=2")
     assert two.returncode == 2
-    assert "train.workers=2, but the local Ray cluster has 1 CPUs" in two.stderr
+    assert "train.workers=2 with 1 CPUs each do not fit: Ray has 1 node of 1 CPUs" in two.stderr
     assert "Traceback" not in two.stderr
     assert run().returncode == 0
 
 
-def test_workers_get_what_one_machine_can_give():
+def test_workers_get_what_one_machine_can_give(work, monkeypatch, capfd):
     """Four machines of 4 CPUs have 16, but two workers of 8 would never start."""
 
-    def cpus(workers, resources, gpus=0):
-        nodes = [{"Alive": True, "Resources": found} for found in resources]
-        return cpus_each([*nodes, {"Alive": False, "Resources": {}}], workers, gpus)
+    def cpus(workers, *nodes, device="cpu"):
+        given(monkeypatch, *nodes)
+        words = [f"train.workers={workers}", f"train.device={device}"]
+        found: Any = ray_trainer.scaling(configure(work, *words)).resources_per_worker
+        assert found
+        assert found.get("GPU", 0) == (device == "cuda")
+        return found["CPU"]
 
-    assert cpus(2, [{"CPU": 4.0}] * 4) == 4
-    assert cpus(5, [{"CPU": 4.0}] * 4) == 2
-    assert cpus(3, [{"CPU": 8.0}, {"CPU": 2.0}]) == 2
-    assert cpus(2, [{"CPU": 1.0}]) == 0
-    assert cpus(2, [{"CPU": 8.0, "GPU": 1.0}] * 2, 1) == 8
-    assert cpus(2, [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 64.0}], 1) == 4
+    assert cpus(2, *[Node(4)] * 4) == 4
+    assert cpus(5, *[Node(4)] * 4) == 2
+    assert cpus(3, Node(8), Node(2)) == 2
+    assert cpus(2, Node(8, 1), Node(8, 1), device="cuda") == 8
+    assert cpus(2, Node(8, 2), Node(64), device="cuda") == 4
+    assert cpus(3, Node(8, 1), Node(8, 1), device="auto") == 4
+    said = capfd.readouterr().err
+    assert "train: on CPUs, since 3 workers with a GPU each do not fit on 2 nodes of 8 CPUs" in said
