@@ -13,6 +13,7 @@ from store.rates import exceeds
 from store.rejection_reasons import reason_of
 
 REJECT, UNUSED, FINISH = "reject:", "unused:", "finish:"
+FORMAT, DROPPED, DRIFT = "format:", "dropped:", "drift:"
 """Classes of counted outcomes; they begin a count's name, such as "reject:json"."""
 SHOWN = 5
 """Most names in one message."""
@@ -123,3 +124,17 @@ def print_reasons(title: str, counts: RecordCounts, kind: str) -> None:
         for reason, n in found.items()
     ]
     print_table(title, ["reason", "records", "meaning", "for instance (byte)"], rows)
+
+
+def print_dropped(counts: RecordCounts) -> None:
+    """Print what was left out of accepted records, and how far re-encoded answers are from the
+    counts of their logs; nothing if there is nothing.
+    """
+    if found := counts.of_class(DROPPED):
+        print_table("Left out of accepted records", ["what", "records"], [*found.items()])
+    drift = counts.of_class(DRIFT)
+    if drift:
+        console.print(
+            f"re-encoded answers: {drift.get('other', 0)} of {drift['answers']} have another "
+            f"number of tokens than their logs say ({drift['encoded']} instead of {drift['counted']})"
+        )
