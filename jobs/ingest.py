@@ -1,4 +1,4 @@
-"""flywheel ingest [ingest.logs=PATH,...]
+"""flywheel ingest [--explain FILE] [ingest.logs=PATH,...]
 
 Request logs -> <work>/traffic, the rounds of captures -> <work>/acceptance, and conversations
 without token ids -> <work>/texts, for `flywheel regenerate`. One Ray task per log, on a local disk
@@ -18,6 +18,7 @@ from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from jobs.dataset.slices import largest_rows
+from jobs.ingestion import explaining
 from jobs.ingestion.log_tasks import digests, read_each, tasks
 from jobs.ingestion.publishing import Publisher
 from jobs.ingestion.record_counts import (
@@ -98,6 +99,11 @@ def run(cfg: Config) -> dict[str, Any]:
         "samples": samples,
         "domains": domains,
     }
+
+
+def explain(cfg: Config) -> dict[str, Any]:
+    """What is recognised in the logs, and why records are left out; writes nothing."""
+    return explaining.explain(cfg)
 
 
 def sources(cfg: Config) -> list[str]:

@@ -37,6 +37,9 @@ AFTER = {
 }
 """Role -> roles that may follow. After an assistant's tool calls, only tools may."""
 
+MORE = frozenset({"reasoning", "reasoning_content", "tool_calls", "function_call", TWICE})
+"""Names that make a message more than a role and a text."""
+
 Message = dict[str, Any]
 
 
@@ -81,13 +84,16 @@ def _is_empty(one: Message) -> bool:
 
 
 def _message(raw: dict[Any, Any]) -> Message:
-    if TWICE in raw:
-        raise Refused("duplicate_field", raw[TWICE][0])
     told = raw.get("role", raw.get("from"))
     role = ROLES.get(told) if isinstance(told, str) else None
+    said = raw.get("content", raw.get("value", raw.get("text")))
+    if type(said) is str and role in ("user", "assistant") and MORE.isdisjoint(raw):
+        return {"role": role, "content": said}  # nearly all of them
+    if TWICE in raw:
+        raise Refused("duplicate_field", raw[TWICE][0])
     if role is None:
         raise Refused("unknown_role", told)
-    content, thought = _content(raw.get("content", raw.get("value", raw.get("text"))))
+    content, thought = _content(said)
     found: Message = {"role": role, "content": content}
     thought = raw.get("reasoning") or raw.get("reasoning_content") or thought
     if thought and is_text(thought):
@@ -104,8 +110,6 @@ def _content(value: Any) -> tuple[str, str]:
     if value is None:
         return "", ""
     if isinstance(value, str):
-        if not is_text(value):
-            raise Refused("bad_text")
         return value, ""
     if not isinstance(value, list):
         raise Refused("bad_field:content")

@@ -12,9 +12,8 @@ from typing import BinaryIO
 BLOCK = 1 << 20
 _PART = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}"]', re.DOTALL)
 _OPEN = re.compile(rb"[{\[]")
-Element = tuple[int, bytes, bool]
-"""Offset of the first byte, the bytes, and whether the element is whole. Of one that is larger than
-`most`, the bytes are cut."""
+Element = tuple[int, bytes | None, bool]
+"""Offset of the first byte, the bytes (None: there are too many), whether the element is whole."""
 
 
 def elements(stream: BinaryIO, most: int) -> Iterator[Element]:
@@ -34,7 +33,7 @@ def elements(stream: BinaryIO, most: int) -> Iterator[Element]:
         buffer, offset, done = buffer[done:], offset + done, 0
         if len(buffer) > most:
             begin = _begin(buffer, 0) or 0
-            yield offset + begin, buffer[begin:most], False
+            yield offset + begin, None, False
             offset, buffer = _skip(stream, offset, buffer, divider)
             continue
         more = stream.read(max(BLOCK, len(buffer)))

@@ -157,15 +157,17 @@ def _elements(known: _Known, rules: Rules) -> Iterator[Outcome]:
     """Of one JSON array, or of objects over several lines."""
     first = True
     for offset, raw, whole in elements(known, MAX_LINE_BYTES):
+        if raw is None:
+            yield Reject(offset, "line_too_long", b"")
+            continue
         value = _load(raw) if whole else _UNREADABLE
-        if first and whole and value is not _UNREADABLE and recognised(value) is None:
-            yield NotUsed(offset, "other_file", "JSON of no known format")
+        if first and value is not _UNREADABLE and recognised(value) is None:
+            consent = consents(*answers(value))
+            yield NotUsed(0, "other_file" if consent else "no_consent")
             return
         first = False
         if value is not _UNREADABLE:
             yield from _outcomes(value, raw, offset, rules)
-        elif not whole and len(raw) >= MAX_LINE_BYTES:
-            yield Reject(offset, "line_too_long", b"")
         elif not (not whole and damage(known.stream)):
             yield _rejected(offset, Refused("not_json" if whole else "cut_line"), raw)
 

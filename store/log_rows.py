@@ -89,7 +89,10 @@ def table_kind(path: Path, head: bytes) -> str | None:
     first = head.removeprefix(b"\xef\xbb\xbf").partition(b"\n")[0].decode("utf-8", "replace")
     if first.lstrip()[:1] in ("{", "["):
         return None
-    names = next(csv.reader(io.StringIO(first)), [])
+    try:
+        names = next(csv.reader(io.StringIO(first)), [])
+    except csv.Error:  # a field of more than 128 KiB: no header
+        return None
     return "csv" if _is_known(names) else None
 
 

@@ -1,13 +1,13 @@
 """Rows of TEXTS: what was said in conversations of which no token ids are known."""
 
+import hashlib
 from typing import Any
 
 import msgspec
 
 from store import log_fields
 from store.chat_messages import asked_at, messages_of, usable
-from store.ids import short_hash
-from store.labels import LABELS, labels
+from store.labels import ALIASES, LABELS, labels
 from store.log_fields import Refused
 
 CHARACTERS = 4
@@ -34,18 +34,22 @@ def text_row(record: Row, source: str, consent: bool | None, default_domain: str
         raise Refused("no_answer")
     tools = record.get("tools") or None
     try:
-        name = short_hash([found, tools, answers])
-        kept = [msgspec.json.encode(one).decode() if one else None for one in (found, tools)]
-    except (TypeError, UnicodeEncodeError) as error:  # a name that stands twice; no text
-        raise Refused("bad_field:tools") from error
+        kept = [msgspec.json.encode(one) for one in (found, tools)]
+    except UnicodeEncodeError:
+        raise Refused("bad_text") from None
+    except TypeError:  # a name that stands twice
+        raise Refused("duplicate_field", "tools") from None
+    name = hashlib.sha256(b"\n".join([*kept, str(answers).encode()])).hexdigest()[:32]
     dropped = ["turns after one that is empty or repeats a role"] if cut else []
     dropped += [label for label in LABELS if isinstance(record.get(label), list | dict)]
-    named = labels(record.items())
+    named = labels((label, record.get(label)) for label in (*ALIASES, *LABELS))
     counted = record.get("completion_tokens")
     counted = counted if type(counted) is int and counted > 0 else None
     said = sum(len(found[n]["content"]) for n in answers if n < len(found))
 
     def field(name: str, read: Any, *more: Any) -> Any:
+        if record.get(name) is None:
+            return None
         try:
             return read(record, name, *more)
         except Refused:
@@ -70,8 +74,8 @@ def text_row(record: Row, source: str, consent: bool | None, default_domain: str
         "top_k": field("top_k", log_fields.integer, 31),
         "seed": field("seed", log_fields.integer, 63),
         "finish_reason": field("finish_reason", log_fields.text),
-        "messages": kept[0],
-        "tools": kept[1],
+        "messages": kept[0].decode(),
+        "tools": kept[1].decode() if tools else None,
         "answers": answers,
         "answer_tokens": counted or said // CHARACTERS + 1,
         "repeat_count": 1,

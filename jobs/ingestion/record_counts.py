@@ -132,9 +132,11 @@ def print_dropped(counts: RecordCounts) -> None:
     """
     if found := counts.of_class(DROPPED):
         print_table("Left out of accepted records", ["what", "records"], [*found.items()])
-    drift = counts.of_class(DRIFT)
-    if drift:
+    if drift := counts.of_class(DRIFT):
+        other, answers, encoded, counted = (
+            drift.get(name, 0) for name in ("other", "answers", "encoded", "counted")
+        )
         console.print(
-            f"re-encoded answers: {drift.get('other', 0)} of {drift['answers']} have another "
-            f"number of tokens than their logs say ({drift['encoded']} instead of {drift['counted']})"
+            f"re-encoded: {other} of {answers} answers have another number of tokens than their "
+            f"logs say ({encoded} instead of {counted})"
         )

@@ -2,14 +2,25 @@
 
 import json
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
-from store.log_formats import NotUsed, Reject
+from store import log_formats
+from store.digests import digest_log
+from store.log_formats import NotUsed, Reject, parse_log
+from store.log_to_traffic import _outcomes
 from store.schemas import TEXTS
 from tests.helpers import text_logs
-from tests.helpers.logs import CAPTURE, parse
+from tests.helpers.logs import CAPTURE, RULES
 from tests.helpers.text_logs import CHAT, LOGS, OBSERVATION, REQUEST, RESPONSE, jsonl
+
+
+def parse(path, data, rules=RULES) -> list[Any]:
+    path.write_bytes(data)
+    size, sha256, _ = digest_log(str(path), set())
+    return list(parse_log(path, size, sha256, rules))
+
 
 TIMED = ("pair", "stream", "litellm", "langfuse", "span", "OTLP", "WildChat")
 GATEWAYS = ("pair", "stream", "litellm", "langfuse JSONL", "langfuse CSV", "span", "OTLP")
@@ -253,7 +264,7 @@ def test_an_array_that_ends_inside_a_string_gives_all_before_it(tmp_path, indent
     assert b"x49_0" in cut.raw
 
 
-@pytest.mark.parametrize("indent", [2, 0])
+@pytest.mark.parametrize("indent", [2, 1])
 def test_one_damaged_element_does_not_hide_the_next(tmp_path, indent):
     data = sharegpt(9, indent).replace('"x4_0",', '"x4_0", {[', 1).encode()
     outcomes = parse(tmp_path / "log", data)
@@ -262,8 +273,6 @@ def test_one_damaged_element_does_not_hide_the_next(tmp_path, indent):
 
 
 def test_an_element_that_is_too_large_is_a_reject_and_the_next_is_read(tmp_path, monkeypatch):
-    from store import log_formats
-
     monkeypatch.setattr(log_formats, "MAX_LINE_BYTES", 3 << 20)
     values = [
         text_logs.SHAREGPT | {"id": f"x{i}", "more": "y" * (5 << 20) * (i == 1)} for i in range(4)
@@ -294,9 +303,6 @@ def test_elements_on_lines_and_text_like_json_are_whole(tmp_path):
     ],
 )
 def test_other_peoples_files_are_one_line_and_no_rejects(tmp_path, data):
-    from store.digests import digest_log
-    from store.log_to_traffic import _outcomes
-    from tests.helpers.logs import RULES
 
     (tmp_path / "log").write_bytes(data)
     size, sha, _ = digest_log(str(tmp_path / "log"), set())
