@@ -12,6 +12,7 @@ from store.log_fields import Refused
 
 CHARACTERS = 4
 """Of a token, about, where a log counts none. Only budgets go by it."""
+NAMES = (*ALIASES, *LABELS)
 FAILED = ("error", "content_filter")
 Row = dict[str, Any]
 
@@ -42,7 +43,7 @@ def text_row(record: Row, source: str, consent: bool | None, default_domain: str
     name = hashlib.sha256(b"\n".join([*kept, str(answers).encode()])).hexdigest()[:32]
     dropped = ["turns after one that is empty or repeats a role"] if cut else []
     dropped += [label for label in LABELS if isinstance(record.get(label), list | dict)]
-    named = labels((label, record.get(label)) for label in (*ALIASES, *LABELS))
+    named = labels([(label, record[label]) for label in NAMES if record.get(label) is not None])
     counted = record.get("completion_tokens")
     counted = counted if type(counted) is int and counted > 0 else None
     said = sum(len(found[n]["content"]) for n in answers if n < len(found))
