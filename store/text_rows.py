@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from store import log_fields
-from store.chat_messages import asked_at, messages_of, usable
+from store.chat_messages import Message, asked_at, messages_of, usable
 from store.labels import ALIASES, LABELS, labels
 from store.log_fields import Refused
 
@@ -18,28 +18,14 @@ Row = dict[str, Any]
 
 
 def text_row(record: Row, source: str, consent: bool | None, default_domain: str) -> Row:
-    """TEXTS columns but `log`, and three that are none: `dropped`, names of fields and turns that
-    were of no use, `counted_tokens`, the log's own count of the only answer, and `model`.
+    """TEXTS columns but `log`, and two that are none: `dropped`, names of fields and turns that were
+    of no use, and `counted_tokens`, the log's own count of the only answer.
 
     Raises Refused for messages that cannot be read, and where no turn asks for an answer.
     """
-    if record.get("finish_reason") in FAILED:
-        raise Refused(f"finish_{record['finish_reason']}")
-    if record.get("adapter") is not None:
-        raise Refused("adapter", record["adapter"])
-    found, cut = usable(messages_of(record["messages"]))
-    answers = asked_at(found)
-    if record["turns"] == "last":
-        answers = answers[-1:] if not cut and answers else []
-    if not answers:
-        raise Refused("no_answer")
+    found, answers, cut = _turns(record)
     tools = record.get("tools") or None
-    try:
-        kept = [msgspec.json.encode(one) for one in (found, tools)]
-    except UnicodeEncodeError:
-        raise Refused("bad_text") from None
-    except TypeError:  # a name that stands twice
-        raise Refused("duplicate_field", "tools") from None
+    kept = _encoded(found, tools)
     name = hashlib.sha256(b"\n".join([*kept, str(answers).encode()])).hexdigest()[:32]
     dropped = ["turns after one that is empty or repeats a role"] if cut else []
     dropped += [label for label in LABELS if isinstance(record.get(label), list | dict)]
@@ -83,3 +69,28 @@ def text_row(record: Row, source: str, consent: bool | None, default_domain: str
         "dropped": dropped,
         "counted_tokens": counted if len(answers) == 1 else None,
     }
+
+
+def _turns(record: Row) -> tuple[list[Message], list[int], bool]:
+    """The messages, where answers are asked for, and whether messages were left out."""
+    if record.get("finish_reason") in FAILED:
+        raise Refused(f"finish_{record['finish_reason']}")
+    if record.get("adapter") is not None:
+        raise Refused("adapter", record["adapter"])
+    found, cut = usable(messages_of(record["messages"]))
+    answers = asked_at(found)
+    if record["turns"] == "last":
+        answers = answers[-1:] if not cut and answers else []
+    if not answers:
+        raise Refused("no_answer")
+    return found, answers, cut
+
+
+def _encoded(messages: list[Message], tools: Any) -> list[bytes]:
+    """Both as JSON; nothing for no tools."""
+    try:
+        return [msgspec.json.encode(messages), msgspec.json.encode(tools) if tools else b""]
+    except UnicodeEncodeError:
+        raise Refused("bad_text") from None
+    except TypeError:  # a name that stands twice
+        raise Refused("duplicate_field", "tools") from None
