@@ -66,8 +66,9 @@ def run(cfg: Config) -> dict[str, Any]:
             kept_tokenizers.keep(cfg, Path(cfg.regenerate.former))
         asking = Asking(cfg, (row["target_id"] for row in todo))
         asked = list(asking.requests(todo))
-        # A tokenizer may still be named; nothing else changes.
-        final = {name: why for name, why in asking.left_out.items() if why != "no_tokenizer"}
+        # A tokenizer may still be named or repaired; nothing else changes.
+        open_yet = ("no_tokenizer", "unreadable")
+        final = {name: why for name, why in asking.left_out.items() if why not in open_yet}
         new_answers.keep(cfg, [], final)
         left_out = Counter(asking.left_out.values())
         finished = _ask(cfg, asked, left_out, held) if asked else Counter()

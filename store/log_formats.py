@@ -141,8 +141,7 @@ def _lines(known: _Known, rules: Rules) -> Iterator[Outcome]:
     """Of a file with an object on each line."""
     while line := known.readline(MAX_LINE_BYTES):
         start, whole = known.offset - len(line), line.endswith(b"\n") or not known.left
-        whole = whole or len(line) < MAX_LINE_BYTES  # the end of a packed file
-        broken = None if line.endswith(b"\n") else damage(known.stream)
+        broken = None if known.left else damage(known.stream)
         if start == 0 and line.startswith(BOM):
             line, start = line[len(BOM) :], len(BOM)
         if not whole:

@@ -18,8 +18,8 @@ Row = dict[str, Any]
 
 
 def text_row(record: Row, source: str, consent: bool | None, default_domain: str) -> Row:
-    """TEXTS columns but `log`, and two that are none: `dropped`, names of fields and turns that were
-    of no use, and `counted_tokens`, the log's own count of the only answer.
+    """TEXTS columns but `log`, and two that are none: `dropped`, names of fields and turns that
+    were of no use, and `counted_tokens`, the log's own count of the only answer.
 
     Raises Refused for messages that cannot be read, and where no turn asks for an answer.
     """

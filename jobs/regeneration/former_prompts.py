@@ -27,6 +27,7 @@ LEFT_OUT = {
     "no_chat": "the messages of the prompt cannot be told for certain (tools, a date, a template "
     "that changes them), and the present template is another",
     "too_long": "the prompt fills serve.max_model_len",
+    "unreadable": "the tokenizer of the target cannot be read, or has no chat template",
     "no_template": "the target's chat template does not take the messages of a text log",
     "control_text": "a message of a text log holds the text of a control token of the target",
     "refused": "the server refused the request",

@@ -8,9 +8,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jobs.base.config import Config
+from jobs.base.console import console
 from jobs.dataset.chat_rendering import ChatRenderer
 from jobs.dataset.database import open_database
 from store.log_fields import Refused
+from store.place import first_line
 
 QUERY = Path(__file__).with_suffix(".sql").read_text()
 ORDERED = "select * exclude (tokens_before, place) from asked order by tokens_before, text_id"
@@ -44,9 +46,15 @@ def text_prompts(cfg: Config, tokens: int) -> list[Row]:
 
 def with_ids(cfg: Config, rows: list[Row]) -> Iterator[tuple[Row, list[int] | str]]:
     """Each row of `text_prompts` with the ids of its prompt, in their order, or with the reason why
-    there are none: "no_template" or "control_text".
+    there are none: "unreadable", "no_template" or "control_text".
     """
     renderer = ChatRenderer(cfg.target_path)
+    try:
+        renderer.end  # noqa: B018 (reads the tokenizer)
+    except (ValueError, Refused) as error:
+        console.print(f"note: text logs are left out: {first_line(error)}")
+        yield from ((row, "unreadable") for row in rows)
+        return
     names = list(dict.fromkeys(row["text_id"] for row in rows))
     by_text: dict[str, list[Row]] = {}
     for row in rows:

@@ -100,6 +100,18 @@ def test_the_budget_and_the_template_leave_texts_out(cfg):
     assert [*asking.left_out.values()] == ["control_text"]
 
 
+def test_without_a_chat_template_texts_are_left_out_and_nothing_stops(cfg, tmp_path, capsys):
+    write(cfg, {"messages": CHAT})
+    ingest.run(cfg)
+    bare = make_chat_target(tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    other = load(None, [f"work={tmp_path / 'work'}", f"target.path={bare}"])
+    done = regenerate.run(other)
+    assert (done["answers"], done["left_out"]) == (0, {"unreadable": 1})
+    assert "no chat template" in capsys.readouterr().err
+    assert len(regenerate.waiting(other)) == 1, "it may be repaired"
+
+
 def test_answers_are_learned_from_as_they_are_where_that_is_asked_for(cfg, capsys):
     """Each answer once, behind the prompt that serving would have rendered."""
     call = {"role": "assistant", "tool_calls": [{"name": "city", "arguments": '{"city": "Porto"}'}]}
