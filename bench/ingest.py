@@ -4,7 +4,7 @@ Without FILE, a log of 128 MiB in the shape of the public ShareGPT file is made:
 of conversations. Ours reads it as `flywheel ingest` does: its digest, its records, and the Parquet
 shards of texts/. Theirs is one msgspec.json.decode of all bytes, the fastest parser that we keep.
 
-`ratio` is seconds of the bare parse / seconds of ours, at least 0.5. `detail` has MB and rows a
+`ratio` is seconds of the bare parse / seconds of ours; the goal is 0.5. `detail` has MB and rows a
 second on one worker and on two (a half of the file each), and the most memory of a worker, beside
 that of a process that only imports what it needs.
 """
