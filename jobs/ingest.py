@@ -1,9 +1,10 @@
-"""flywheel ingest [ingest.logs=PATH,...]
+"""flywheel ingest [--explain FILE] [ingest.logs=PATH,...]
 
-Request logs -> <work>/traffic, and the rounds of captures -> <work>/acceptance. One Ray
-task per log, on a local disk or in a bucket. A rerun reads only logs that are new or have changed:
-what is known of a log goes by its content and the rules. When a log has grown, its new samples
-replace those of its shorter version.
+Request logs -> <work>/traffic, the rounds of captures -> <work>/acceptance, and conversations
+without token ids -> <work>/texts, for `flywheel regenerate`. One Ray task per log, on a local disk
+or in a bucket. A rerun reads only logs that are new or have changed: what is known of a log goes by
+its content and the rules. When a log has grown, its new samples replace those of its shorter
+version. docs/how-to/log-formats.md lists the formats.
 
 Records that are damaged or cannot be trusted are rejected. If their rate is significantly above
 ingest.max_reject_rate, nothing is published. Records that are readable but not for this drafter (an
@@ -17,15 +18,20 @@ from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console, print_table
 from jobs.dataset.slices import largest_rows
+from jobs.ingestion import explaining
 from jobs.ingestion.log_tasks import digests, read_each, tasks
 from jobs.ingestion.publishing import Publisher
 from jobs.ingestion.record_counts import (
+    DRIFT,
+    DROPPED,
     FINISH,
+    FORMAT,
     REJECT,
     UNUSED,
     RecordCounts,
     check_counts,
     check_use,
+    print_dropped,
     print_reasons,
 )
 from jobs.ingestion.rules import make_rules
@@ -63,6 +69,7 @@ def run(cfg: Config) -> dict[str, Any]:
         print_aside(aside)
         print_reasons("Rejected records", counts, REJECT)
         print_reasons("Not used", counts, UNUSED)
+        print_dropped(counts)
         check_counts(cfg, list(logs), counts)
         published = publisher.traffic(reads, counts.total["accepted"] > 0)
         kept_tokenizers.keep(cfg, cfg.target_path)
@@ -81,12 +88,22 @@ def run(cfg: Config) -> dict[str, Any]:
         "published": published,
         "records": counts.total["records"],
         "accepted": counts.total["accepted"],
+        "formats": counts.of_class(FORMAT),
+        "texts": counts.total["texts"],
+        "prompts": counts.total["prompts"],
+        "dropped": counts.of_class(DROPPED),
+        "drift": counts.of_class(DRIFT),
         "not_used": counts.of_class(UNUSED),
         "rejected": counts.of_class(REJECT),
         "finish_reasons": counts.of_class(FINISH),
         "samples": samples,
         "domains": domains,
     }
+
+
+def explain(cfg: Config) -> dict[str, Any]:
+    """What is recognised in the logs, and why records are left out; writes nothing."""
+    return explaining.explain(cfg)
 
 
 def sources(cfg: Config) -> list[str]:
@@ -116,6 +133,11 @@ def show(
         f"{sum(counts.of_class(UNUSED).values())} not used, "
         f"{sum(counts.of_class(REJECT).values())} rejected; {published} log(s) newly published"
     )
+    if texts := counts.total["texts"]:
+        console.print(
+            f"{texts} of them are conversations without token ids: {counts.total['prompts']} "
+            "prompts that `flywheel regenerate` asks the target"
+        )
 
 
 if __name__ == "__main__":

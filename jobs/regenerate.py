@@ -1,8 +1,8 @@
 """flywheel regenerate [--plan] [regenerate.tokens=1000000] [regenerate.sampler=greedy]
 
-Prompts that a former target answered, answered anew by the present one -> <work>/regenerated, logs
-that `flywheel ingest` reads. Nothing to do while the target stays the same. A drafter must learn
-from what the present target says; what users asked stays worth knowing.
+Prompts that a former target answered, and those of text logs, answered anew by the present target
+-> <work>/regenerated, logs that `flywheel ingest` reads. A drafter must learn from what the present
+target says; what users asked stays worth knowing.
 
 One vLLM server of the present target answers, as `serve` configures it. Prompts go to it as token
 ids where tokenizer and template did not change, else as chat messages for its own template. An
@@ -19,6 +19,7 @@ from jobs.base.console import console, print_table
 from jobs.dataset.slices import largest_rows
 from jobs.regeneration import kept_tokenizers, new_answers
 from jobs.regeneration.former_prompts import LEFT_OUT, Asking, Row, former_prompts
+from jobs.regeneration.text_prompts import text_prompts
 from jobs.servers.configured import server
 from serving.client import Completion, Request, complete_each
 from store.lease import Lease, lease
@@ -36,15 +37,18 @@ def plan(cfg: Config) -> dict[str, Any]:
     """Which prompts `run` would ask, by domain; writes nothing."""
     todo = waiting(cfg)
     domains = _by_domain(todo)
-    title = "Prompts of former targets, to be answered anew"
+    title = "Prompts of former targets and text logs, to be answered anew"
     rows = largest_rows({name: [*counts.values()] for name, counts in domains.items()})
     print_table(title, ["domain", "prompts", "tokens of their former answers"], rows)
     return {"stage": "regenerate", "prompts": len(todo), "domains": domains}
 
 
 def waiting(cfg: Config) -> list[Row]:
-    """Rows of the prompts that are still to be answered anew."""
+    """Rows of the prompts that are still to be answered anew. Those of former targets come first;
+    those of text logs get what is left of regenerate.tokens.
+    """
     todo = former_prompts(cfg)
+    todo += text_prompts(cfg, cfg.regenerate.tokens - sum(row["output_tokens"] for row in todo))
     known = new_answers.asked_already(cfg) if todo else set()
     return [row for row in todo if row["sample_id"] not in known]
 
@@ -56,14 +60,15 @@ def run(cfg: Config) -> dict[str, Any]:
     with lease(cfg.place("leases", "regenerate")) as held:
         todo = waiting(cfg)
         if not todo:
-            console.print("no prompt of a former target waits for an answer of the present one")
+            console.print("no prompt of a former target or a text log waits for an answer")
             return {"stage": "regenerate", "prompts": 0, "answers": 0}
         if cfg.regenerate.former:
             kept_tokenizers.keep(cfg, Path(cfg.regenerate.former))
         asking = Asking(cfg, (row["target_id"] for row in todo))
         asked = list(asking.requests(todo))
-        # A tokenizer may still be named; nothing else changes.
-        final = {name: why for name, why in asking.left_out.items() if why != "no_tokenizer"}
+        # A tokenizer may still be named or repaired; nothing else changes.
+        open_yet = ("no_tokenizer", "unreadable")
+        final = {name: why for name, why in asking.left_out.items() if why not in open_yet}
         new_answers.keep(cfg, [], final)
         left_out = Counter(asking.left_out.values())
         finished = _ask(cfg, asked, left_out, held) if asked else Counter()
@@ -101,7 +106,7 @@ def _ask(
 def _show(prompts: int, finished: Counter[str], left_out: Counter[str]) -> dict[str, Any]:
     rows = [["answered", FINISHED.get(name, name), count] for name, count in finished.most_common()]
     rows += [["left out", LEFT_OUT[name], count] for name, count in left_out.most_common()]
-    print_table("Prompts of former targets", ["", "why", "prompts"], rows)
+    print_table("Prompts answered anew", ["", "why", "prompts"], rows)
     if finished:
         console.print("`flywheel ingest` makes samples of the answers")
     return {

@@ -43,11 +43,8 @@ def plan(cfg: Config) -> dict[str, Any]:
     now = Reconciler(cfg).situation()
     _print_replicas(now)
     steps = next_steps(now)
-    print_table(
-        "What would be done now",
-        ["step", "replica", "drafter", "why"],
-        [[s.kind, s.url, str(s.drafter) if s.url else "", s.why] for s in steps],
-    )
+    rows = [[s.kind, s.url, str(s.drafter) if s.url else "", s.why] for s in steps]
+    print_table("What would be done now", ["step", "replica", "drafter", "why"], rows)
     return {
         "stage": "rollout",
         "steps": [{"step": s.kind, "replica": s.url, "why": s.why} for s in steps],
@@ -78,7 +75,6 @@ def _once(cfg: Config, one: Reconciler) -> dict[str, Any]:
     if one.verdict is not None:
         print_verdict(one.verdict)
     console.print(f"{decision}: {why}")
-    evidence = None if one.rollout is None else write_evidence(cfg, one.rollout)
     return {
         "stage": "rollout",
         "ok": end == "done" and decision != "rolled back",
@@ -86,7 +82,7 @@ def _once(cfg: Config, one: Reconciler) -> dict[str, Any]:
         "why": why,
         "champion": now.champion.number if now.champion else None,
         "rollout": one.rollout,
-        "evidence": evidence,
+        "evidence": None if one.rollout is None else write_evidence(cfg, one.rollout),
         "replicas": {o.url: o.label for o in now.seen},
         "faults": list(one.given_up.values()),
         "verdict": one.verdict.summary() if one.verdict else None,
@@ -117,11 +113,11 @@ def _watch(cfg: Config) -> dict[str, Any]:
 
 
 def _switch(cfg: Config) -> dict[str, Any]:
+    told = "not frozen any more: roll-outs go on"
     if cfg.rollout.freeze == "on":
         told = freezing.told(freezing.freeze(cfg, cfg.rollout.reason))
     else:
         freezing.thaw(cfg)
-        told = "not frozen any more: roll-outs go on"
     console.print(told)
     return {"stage": "rollout", "decision": f"freeze {cfg.rollout.freeze}", "why": told}
 

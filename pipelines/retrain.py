@@ -93,7 +93,7 @@ def plan(cfg: Config) -> dict[str, Any]:
         does, why = ("skipped", too_few) if too_few else ("runs", f"{new.total} new answer tokens")
         rows = []
         if prompts := len(regenerate.waiting(cfg)):
-            rows.append(["regenerate", "runs", f"{prompts} prompts of a former target"])
+            rows.append(["regenerate", "runs", f"{prompts} prompts to answer anew"])
             does, why = "runs", f"the answers to them, and {new.total} new answer tokens"
         rows.append(["ingest", "runs", "logs may have grown since the last time"])
         rows += [[name, does, why] for name in every]

@@ -278,6 +278,23 @@ select
 from ranked left join selection_rows using (target_id, sample_id)
 where place = 1;
 
+-- Conversations of text logs: prompts for `flywheel regenerate`. Their messages are not read.
+create view texts as
+select
+    text_id,
+    conversation_id,
+    domain,
+    language,
+    tenant,
+    source,
+    captured_at,
+    model,
+    len(answers) as prompts,
+    answer_tokens,
+    repeat_count,
+    log
+from texts_rows;
+
 -- What is learned from and judged on, in the latest selection.
 create view selection as select * exclude (loss_mask) from selection_rows;
 

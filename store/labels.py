@@ -11,6 +11,8 @@ from typing import Any
 
 LABELS = ("conversation_id", "domain", "language", "tenant")
 ALIASES = {"conversation": "conversation_id"}
+METADATA = (*LABELS, *ALIASES, "target_id", "adapter")
+"""What logs read from the metadata of a request; consent is checked before."""
 MAX_LABEL = 200
 _BROKEN = {"Cc", "Cs", "Zl", "Zp"}  # controls, lone surrogates, line and paragraph ends
 

@@ -53,13 +53,13 @@ def text(record: Record, name: str) -> str | None:
     value = record.get(name)
     if value is None:
         return None
-    if not _is_text(value):
+    if not is_text(value):
         raise Refused(f"bad_field:{name}")
     return value
 
 
-def _is_text(value: Any) -> bool:
-    """JSON can carry lone surrogates, which Parquet text cannot."""
+def is_text(value: Any) -> bool:
+    """Whether it is a text that Parquet can hold: JSON can carry lone surrogates."""
     if not isinstance(value, str):
         return False
     try:
@@ -102,7 +102,7 @@ def names(record: Record, name: str) -> str | None:
     found = record.get(name)
     if found is None:
         return None
-    if not isinstance(found, list) or not all(map(_is_text, found)):
+    if not isinstance(found, list) or not all(map(is_text, found)):
         raise Refused(f"bad_field:{name}")
     return ",".join(sorted(found))
 

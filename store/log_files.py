@@ -20,7 +20,9 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from store.log_rows import table_kind
 from store.place import Found, place_of
+from store.record_readers import recognised
 
 Stamp = list[Any]
 """All that changes when a log does. A file: size, mtime and ctime in ns, inode. An object in a
@@ -29,7 +31,6 @@ Entries = dict[str, tuple[str, Stamp | None]]
 """Name in its folder -> (log's name, its stamp; None: no file). Names of folders end in "/"."""
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 OTHERS = {
-    b"PAR1": "a Parquet file",
     b"ARROW1": "an Arrow file",
     b"PK\x03\x04": "a ZIP archive",
     b"SQLite format 3": "an SQLite database",
@@ -39,7 +40,7 @@ OTHERS = {
     b"\xfe\xff": "text in UTF-16 (UTF-8 is read)",
 }
 """First bytes of files that are not logs, and what such a file is."""
-NAME = re.compile(r"\.jsonl([.-][^/]*)?$")
+NAME = re.compile(r"\.(jsonl|ndjson|json|csv|parquet)([.-][^/]*)?$")
 """Names of logs: capture.jsonl, or rotated: capture.jsonl.1, capture.jsonl-20261129.gz."""
 UNFINISHED = (".tmp", ".part", ".swp")
 COPY = "flywheel-"
@@ -55,7 +56,8 @@ _SERVERS = re.compile(rb"\b(INFO|DEBUG)\b")
 def find_logs(patterns: list[str]) -> tuple[dict[str, Stamp], dict[str, list[str]]]:
     """({log: stamp}, each log once and sorted; {folder: names in it that are not logs}).
 
-    A pattern is a file, a folder (its *.jsonl files, also rotated and compressed ones) or a glob,
+    A pattern is a file, a folder (its *.jsonl, *.json, *.csv and *.parquet
+    files, also rotated and compressed ones) or a glob,
     on a local disk or in a bucket (s3://bucket/folder/). A glob stands for the files that match or,
     if none does, for the folders that match. Raises ValueError for a pattern that gives no file.
     """
@@ -69,7 +71,8 @@ def find_logs(patterns: list[str]) -> tuple[dict[str, Stamp], dict[str, list[str
             aside[folder] = sorted(inside.keys() - mine.keys())
             logs |= dict(mine.values())
         if not logs:
-            what = "no *.jsonl file in" if folders else "no such file, folder or glob:"
+            kinds = "*.jsonl, *.json, *.csv or *.parquet"
+            what = f"no {kinds} file in" if folders else "no such file, folder or glob:"
             raise ValueError(
                 f"ingest.logs: {what} {pattern}; name your logs with ingest.logs=PATH, or capture "
                 "traffic with flywheel serve serve.capture=FOLDER"
@@ -243,18 +246,28 @@ def other_kind(path: Path) -> str | None:
     for start, kind in OTHERS.items():
         if head.startswith(start):
             return kind
+    if head.startswith(b"PAR1") and table_kind(path, head) is None:
+        return "a Parquet file, damaged or without a column that is known"
     body = head.removeprefix(b"\xef\xbb\xbf")
-    if re.match(rb"\s*\[\s*\{", body) and (_is_array(body) or not _has_record(body)):
-        if b'token_ids"' in body or b'"prompt_ids"' in body:
-            return f"one JSON array; `jq -c '.[]' {path.name} > log.jsonl` makes lines of it"
-        return "one JSON array"
-    if re.match(rb"\s*\{\s*\n", body) and not _has_record(body):
-        return "JSON over several lines; `jq -c .` makes lines of it"
     # Standard output may hold the server's lines and records: then the records count.
     if any(map(_is_servers, body.split(b"\n"))):
         with open_log(path) as stream:
             return None if any(map(_is_ours, stream)) else "the server's own text log"
     return None
+
+
+def container(path: Path) -> str:
+    """How the records of a log follow one another: "lines" of JSON, "elements" of a JSON array (or
+    objects over several lines), or rows of "csv" or "parquet".
+    """
+    with open_log(path) as stream:
+        head = stream.read(HEAD)
+    body = head.removeprefix(b"\xef\xbb\xbf")
+    if kind := table_kind(path, head):
+        return kind
+    is_array = re.match(rb"\s*\[\s*\{", body) and (_is_array(body) or not _has_record(body))
+    over_lines = re.match(rb"\s*\{\s*\n", body) and not _has_record(body)
+    return "elements" if is_array or over_lines else "lines"
 
 
 def _is_servers(line: bytes) -> bool:
@@ -286,9 +299,8 @@ def _has_record(body: bytes) -> bool:
 
 
 def _is_ours(line: bytes) -> bool:
-    """Whether a line has the keys of one of the two formats that are read (store.log_formats)."""
-    value = _value(line) if line.startswith(b"{") else None
-    return isinstance(value, dict) and ("v" in value or "request" in value)
+    """Whether a line has the keys of a format that is read (store/record_readers.py)."""
+    return recognised(_value(line) if line.startswith(b"{") else None) is not None
 
 
 def _is_record(line: bytes) -> bool:

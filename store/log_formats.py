@@ -1,30 +1,32 @@
-"""From request logs to traffic rows: every line becomes rows, or refusals with a reason.
+"""From logs to rows: every record becomes rows, or refusals with a reason.
 
-Two formats are read, one JSON object a line:
-  capture  what serving.capture writes: {"v": 1, "prompt_ids": [..], "output_ids": [..], ...}
-  openai   {"request": {..}, "response": {..}} of /v1/chat/completions or /v1/completions, with the
-           ids vLLM adds for `return_token_ids`: response.prompt_token_ids, choices[].token_ids
-           (completions: choices[].prompt_token_ids)
-Served ids are the truth, so text is neither needed nor read.
+A record with token ids becomes a row of TRAFFIC: served ids are the truth, so text is not read. A
+record with messages only becomes a row of TEXTS, prompts that the target answers anew. What a file
+looks like is in store/log_files.py and what a record looks like in store/record_readers.py.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from store import log_fields
 from store.consent import consents
 from store.ids import PROMPT_LABEL, prompt_id, sample_id, says_nothing, split_of
-from store.labels import ALIASES, LABELS, labels
+from store.labels import LABELS, labels
+from store.log_elements import elements
 from store.log_fields import Refused
-from store.log_files import damage, open_log
-from store.objects import TWICE, decode
+from store.log_files import container, damage, open_log
+from store.log_rows import as_bytes, csv_rows, parquet_rows
+from store.objects import decode
 from store.privacy import answers, marked, may_refuse, redacted
+from store.record_readers import read_records, recognised
 from store.rejection_reasons import MAX_LINE_BYTES, reason_of
 from store.served_rounds import acceptance_row
-from store.shaped_answers import shaped_by
+from store.text_rows import text_row
 
 BOM = b"\xef\xbb\xbf"
 MAX_REJECT_BYTES = 64 << 10
@@ -32,10 +34,8 @@ MAX_REJECT_BYTES = 64 << 10
 # but its tokens are the target's own, and no label claims an end of turn that never came.
 FINISH_REASONS = {"stop", "length", "tool_calls", "function_call", "repetition", "abort", None}
 
-METADATA = (*LABELS, *ALIASES, "target_id", "adapter")
-"""What the openai format reads from the request's metadata; consent is checked before."""
-TEXT_KEYS = {"messages", "conversation", "conversations", "prompt", "completion", "instruction"}
-"""An object of no known format with one of these keys is a conversation as text."""
+PERSONAL = (b"hashed_ip", b"ip_address", b"user-agent")
+"""Of records with one of these fields, no bytes are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class Rules:
     test_percent: float
     former_ids: tuple[str, ...] = ()  # older ids of the same target: read as target_id
     models: tuple[str, ...] = ()  # names the target answers under; empty: any name
+    text: str = "prompts"  # what answers without token ids are used as: prompts | answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,58 +76,120 @@ class NotUsed:
 
 
 Row = dict[str, Any]
-"""TRAFFIC columns but `log` (ids are int32 arrays), and two that are none: `model`, the model name
-that answered (None if the record carries our target_id, or no model name), and `acceptance`, the
-row of its rounds (store/served_rounds.py) or None."""
+"""TRAFFIC columns but `log` (ids are int32 arrays), and some that are none: `model`, the model name
+that answered (None if the record carries our target_id, or no model name), `acceptance`, the row of
+its rounds (store/served_rounds.py) or None, and `dropped`, names of fields whose values were of no
+use. Or TEXTS columns but `log`, with `dropped` (store/text_rows.py)."""
 Outcome = Row | Reject | NotUsed
+Render = Callable[[Row], Iterator[tuple[list[int], list[int], str | None]]]
+"""(prompt ids, output ids, finish reason) of each answer in a row of TEXTS; may raise Refused."""
 
 
 def parse_log(
-    path: Path, size: int, sha256: str, rules: Rules, name: str = ""
+    path: Path, size: int, sha256: str, rules: Rules, name: str = "", render: Render | None = None
 ) -> Iterator[Outcome]:
     """Outcomes of the first `size` bytes of a log, in file order. Offsets and sizes of a compressed
-    log are those of its decompressed bytes.
+    log are those of its decompressed bytes; a row of Parquet has its number as offset.
 
-    One line is in memory at a time. Blank lines give no outcome. Raises ValueError if the bytes do
-    not have the given sha256: the log was rewritten meanwhile. `name`: what that message calls it.
+    One record is in memory at a time. Blank lines give no outcome. Raises ValueError if the bytes
+    do not have the given sha256: the log was rewritten meanwhile. `name`: what that message calls
+    it. `render`: for rules.text "answers", where texts become samples.
     """
-    digest = hashlib.sha256()
     with open_log(path) as stream:
-        offset, broken = 0, None
-        while offset < size:
-            line = stream.readline(min(MAX_LINE_BYTES, size - offset))
-            if not line:
-                break
-            start, whole = offset, line.endswith(b"\n") or offset + len(line) >= size
-            offset += len(line)
-            digest.update(line)
-            broken = damage(stream) if offset >= size else None
-            if start == 0 and line.startswith(BOM):
-                line, start = line[len(BOM) :], len(BOM)
-            if not whole:
-                offset = _skip_line(stream, offset, size, digest)
-                yield Reject(start, "line_too_long", b"")  # the skipped part may hold a refusal
-            elif line.strip() and not (broken and _is_cut(line)):
-                yield from _parse_line(line, start, rules)
-        if digest.hexdigest() != sha256:
+        known = _Known(stream, size)
+        kind = container(path)
+        read = {"lines": _lines, "elements": _elements, "csv": _csv}.get(kind)
+        found = read(known, rules) if read else _parquet(path, rules)
+        for outcome in found:
+            if render is not None and isinstance(outcome, dict) and "messages" in outcome:
+                yield from _rendered(outcome, rules, render)
+            else:
+                yield outcome
+        if known.finish() != sha256:
             raise ValueError(f"{name or path}: changed while it was read; run again")
-        broken = broken or damage(stream)
-        if broken:
-            yield Reject(offset, "damaged_file", b"", broken)
+        if broken := damage(stream):
+            yield Reject(known.offset, "damaged_file", b"", broken)
+
+
+class _Known:
+    """A stream of at most `size` bytes, and the sha256 of what was read of it."""
+
+    def __init__(self, stream: Any, size: int):
+        self.stream, self.left, self.offset = stream, size, 0
+        self.digest = hashlib.sha256()
+
+    def read(self, most: int) -> bytes:
+        return self._seen(self.stream.read(min(most, self.left)))
+
+    def readline(self, most: int) -> bytes:
+        return self._seen(self.stream.readline(min(most, self.left)))
+
+    def _seen(self, data: bytes) -> bytes:
+        self.digest.update(data)
+        self.left -= len(data)
+        self.offset += len(data)
+        return data
+
+    def finish(self) -> str:
+        """The sha256 of all bytes."""
+        while self.read(1 << 20):
+            pass
+        return self.digest.hexdigest()
+
+
+def _lines(known: _Known, rules: Rules) -> Iterator[Outcome]:
+    """Of a file with an object on each line."""
+    while line := known.readline(MAX_LINE_BYTES):
+        start, whole = known.offset - len(line), line.endswith(b"\n") or not known.left
+        broken = None if known.left else damage(known.stream)
+        if start == 0 and line.startswith(BOM):
+            line, start = line[len(BOM) :], len(BOM)
+        if not whole:
+            while (rest := known.readline(1 << 20)) and not rest.endswith(b"\n"):
+                pass
+            yield Reject(start, "line_too_long", b"")  # the skipped part may hold a refusal
+        elif line.strip() and not (broken and _is_cut(line)):
+            yield from _parse_line(line, start, rules)
+
+
+def _elements(known: _Known, rules: Rules) -> Iterator[Outcome]:
+    """Of one JSON array, or of objects over several lines."""
+    first = True
+    for offset, raw, whole in elements(known, MAX_LINE_BYTES):
+        if raw is None:
+            yield Reject(offset, "line_too_long", b"")
+            continue
+        value = _load(raw) if whole else _UNREADABLE
+        if first and value is not _UNREADABLE and recognised(value) is None:
+            consent = consents(*answers(value))
+            yield NotUsed(0, "other_file" if consent else "no_consent")
+            return
+        first = False
+        if value is not _UNREADABLE:
+            yield from _outcomes(value, raw, offset, rules)
+        elif not (not whole and damage(known.stream)):
+            yield _rejected(offset, Refused("not_json" if whole else "cut_line"), raw)
+
+
+def _csv(known: _Known, rules: Rules) -> Iterator[Outcome]:
+    for offset, row in csv_rows(known):
+        if row is None:
+            yield Reject(offset, "bad_row", b"")
+        else:
+            yield from _outcomes(row, as_bytes(row), offset, rules)
+
+
+def _parquet(path: Path, rules: Rules) -> Iterator[Outcome]:
+    number = 0
+    try:
+        for number, row in parquet_rows(path):
+            yield from _outcomes(row, as_bytes(row), number, rules)
+    except (pa.ArrowInvalid, OSError) as error:
+        yield Reject(number, "damaged_file", b"", str(error))
 
 
 def _is_cut(line: bytes) -> bool:
     return not line.endswith(b"\n") and _load(line) is _UNREADABLE
-
-
-def _skip_line(stream: Any, offset: int, size: int, digest: Any) -> int:
-    while offset < size:
-        rest = stream.readline(min(1 << 20, size - offset))
-        digest.update(rest)
-        offset += len(rest)
-        if not rest or rest.endswith(b"\n"):
-            break
-    return offset
 
 
 def _parse_line(line: bytes, offset: int, rules: Rules) -> Iterator[Outcome]:
@@ -160,18 +223,42 @@ def _outcomes(value: Any, raw: bytes, offset: int, rules: Rules) -> Iterator[Out
         yield NotUsed(offset, "redacted")
         return
     try:
-        records = _records(value)
+        source, records = read_records(value)
     except Refused as refused:
         yield _rejected(offset, refused, raw)
         return
-    for record, source in records:
+    consent = None if all(one is None for one in said) else True
+    for record in records:
         try:
+            if record.get("messages") is not None:
+                found = text_row(record, source, consent, rules.default_domain)
+                yield found | {"offset": offset}
+                continue
             row = _row(record, source, rules)
-            row["consent"] = None if all(one is None for one in said) else True
+            row["consent"] = consent
             row["acceptance"] = acceptance_row(record, row) if source == "capture" else None
             yield row
         except Refused as refused:
             yield _rejected(offset, refused, raw)
+
+
+def _rendered(text: Row, rules: Rules, render: Render) -> Iterator[Outcome]:
+    """Samples of the answers of a text, re-encoded; where the log counts tokens, with the count."""
+    try:
+        for prompt, output, finish in render(text):
+            ids = {"prompt_ids": prompt, "output_ids": output, "finish_reason": finish}
+            at = text["captured_at"]
+            record = text | ids | {"captured_at": at and at.isoformat()}
+            row = _row(record, text["source"], rules)
+            yield row | {
+                "ids_source": "reencoded",
+                "consent": text["consent"],
+                "acceptance": None,
+                "counted_tokens": text["counted_tokens"],
+                "dropped": text["dropped"],
+            }
+    except Refused as refused:
+        yield NotUsed(text["offset"], refused.reason, refused.detail)
 
 
 def _rejected(offset: int, refused: Refused, raw: bytes) -> Reject | NotUsed:
@@ -182,7 +269,7 @@ def _rejected(offset: int, refused: Refused, raw: bytes) -> Reject | NotUsed:
         return NotUsed(offset, refused.reason, refused.detail)
     if may_refuse(raw):
         return NotUsed(offset, "no_consent")
-    kept = b"" if marked(raw) else raw[:MAX_REJECT_BYTES]
+    kept = b"" if marked(raw) or any(map(raw.__contains__, PERSONAL)) else raw[:MAX_REJECT_BYTES]
     return Reject(offset, refused.reason, kept, refused.detail)
 
 
@@ -194,60 +281,6 @@ def _load(line: bytes) -> Any:
         return decode(line)
     except (ValueError, RecursionError):
         return _UNREADABLE
-
-
-def _check_once(*objects: dict[Any, Any]) -> None:
-    for found in objects:
-        if TWICE in found:
-            raise Refused("duplicate_field", found[TWICE][0])
-
-
-def _records(value: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """(record with the capture format's names, source) for each answer on the line."""
-    _check_once(value)
-    if "v" in value:
-        if value["v"] != 1:
-            raise Refused("unknown_version")
-        return [(value, "capture")]
-    request, response = value.get("request"), value.get("response")
-    if isinstance(request, dict) and isinstance(response, dict):
-        return [(record, "openai") for record in _from_openai(request, response)]
-    raise Refused("text_only" if TEXT_KEYS & value.keys() else "unknown_format")
-
-
-def _from_openai(request: dict[str, Any], response: dict[str, Any]) -> list[dict[str, Any]]:
-    _check_once(request, response)
-    choices = response.get("choices")
-    if response.get("error") and not choices:
-        raise Refused("finish_error")
-    if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
-        raise Refused("unknown_format")
-    if not choices:
-        raise Refused("no_token_ids")
-    metadata = request.get("metadata") or {}
-    template = request.get("chat_template_kwargs") or {}
-    if not isinstance(metadata, dict) or not isinstance(template, dict):
-        raise Refused("bad_field:metadata")
-    _check_once(metadata, template, *choices)
-    shared = {name: request.get(name) for name in ("temperature", "top_p", "top_k", "seed")}
-    shared |= {name: metadata.get(name) for name in METADATA}
-    shared |= {
-        "shaped": shaped_by(request, {}),
-        "request_id": response.get("id"),
-        "captured_at": response.get("created"),
-        "thinking": template.get("enable_thinking"),
-        "model": response.get("model") or request.get("model"),
-        "asked_model": request.get("model"),
-    }
-    return [
-        shared
-        | {
-            "prompt_ids": response.get("prompt_token_ids") or choice.get("prompt_token_ids"),
-            "output_ids": choice.get("token_ids"),
-            "finish_reason": choice.get("finish_reason"),
-        }
-        for choice in choices
-    ]
 
 
 def _row(record: dict[str, Any], source: str, rules: Rules) -> Row:
@@ -264,6 +297,9 @@ def _row(record: dict[str, Any], source: str, rules: Rules) -> Row:
         raise Refused("empty_loss_mask")
     if len(output) < rules.min_output_tokens:
         raise Refused("short_output")
+    counted = record.get("completion_tokens") if source != "capture" else None
+    if type(counted) is int and counted != len(output):
+        raise Refused("ids_incomplete")
     named, of_prompt = labels(record.items()), prompt_id(prompt)
     by_prompt = PROMPT_LABEL + of_prompt
     conversation = named["conversation_id"] or by_prompt
@@ -299,6 +335,7 @@ def _row(record: dict[str, Any], source: str, rules: Rules) -> Row:
         "output_tokens": len(output),
         "prompt_id": of_prompt,
         "model": model,
+        "dropped": [name for name in LABELS if isinstance(record.get(name), list | dict)],
     }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from store.place import Place
-from store.schemas import ACCEPTANCE, LOGS, REJECTS, TIMESTAMP, TRAFFIC
+from store.schemas import ACCEPTANCE, LOGS, REJECTS, TEXTS, TIMESTAMP, TRAFFIC
 from store.table_shards import Shard
 from store.tables import Table
 
@@ -25,8 +25,8 @@ from store.tables import Table
 class LogState:
     """One content of a log under one set of rules. The fields are columns of LOGS.
 
-    `traffic`, `rejects` and `acceptance`: the shards of a marker. They are None for a row of LOGS:
-    the tables have these rows.
+    `traffic`, `rejects`, `acceptance` and `texts`: the shards of a marker. They are None for a row
+    of LOGS: the tables have these rows.
     """
 
     log: str
@@ -42,14 +42,15 @@ class LogState:
     traffic: list[Shard] | None = None
     rejects: list[Shard] | None = None
     acceptance: list[Shard] | None = None
+    texts: list[Shard] | None = None
 
 
-TEXTS = ("counts", "names", "examples")
+PARSED = ("counts", "names", "examples")
 """Fields that are JSON in LOGS."""
 COLUMNS = [name for name in LOGS.names if name != "ingested_at"]
-SHARDED = {"traffic": TRAFFIC, "rejects": REJECTS, "acceptance": ACCEPTANCE}
+SHARDED = {"traffic": TRAFFIC, "rejects": REJECTS, "acceptance": ACCEPTANCE, "texts": TEXTS}
 """Tables with rows of logs; in each, the column `log` has the key of their state. A marker of an
-older release names no acceptance."""
+older release names no acceptance or texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +90,14 @@ class States:
 
 
 def _of_row(row: dict[str, Any]) -> LogState:
-    return LogState(**row | {name: json.loads(row[name]) for name in TEXTS})
+    return LogState(**row | {name: json.loads(row[name]) for name in PARSED})
 
 
 def to_rows(states: Iterable[LogState], now: datetime) -> pa.Table:
     """States as rows of LOGS."""
     rows = [
         {name: getattr(state, name) for name in COLUMNS}
-        | {name: json.dumps(dict(getattr(state, name))) for name in TEXTS}
+        | {name: json.dumps(dict(getattr(state, name))) for name in PARSED}
         | {"ingested_at": now}
         for state in states
     ]
@@ -133,7 +134,12 @@ def _marked(
 
 def shards_of(state: LogState) -> list[Shard]:
     """The shards that a marker names."""
-    return [*(state.traffic or []), *(state.rejects or []), *(state.acceptance or [])]
+    return [
+        *(state.traffic or []),
+        *(state.rejects or []),
+        *(state.acceptance or []),
+        *(state.texts or []),
+    ]
 
 
 def _of_marker(data: bytes | None) -> LogState | None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from store.consent import YES, consents
-from store.objects import KEYS, PLACES, TWICE, copies
+from store.objects import KEYS, PLACES, TWICE, Copies, copies, parsed
 
 # The consent field in lower-case bytes, and its value. After a quoted name: a value as in JSON or
 # in a Python dict. If the name is the whole quoted string, also the second element of a pair, or
@@ -46,6 +46,7 @@ def answers(value: Any) -> list[Any]:
     left = [value]
     while left:
         part = left.pop()
+        part = parsed(part)
         if isinstance(part, str):
             found += [False] * may_refuse(part.encode("utf-8", "surrogatepass"))
             continue
@@ -67,8 +68,12 @@ def _members(part: Any) -> Iterable[tuple[Any, Any]]:
 def _of_list(part: list[Any]) -> Iterator[tuple[Any, Any]]:
     """(name, value) pairs of headers as a list; what is no pair is searched like headers itself."""
     for one in part:
-        if isinstance(one, dict) and isinstance(one.get("name"), str):
-            yield one["name"], one.get("value")
+        if isinstance(one, dict) and isinstance(one.get("name"), str) and "value" in one:
+            yield one["name"], one["value"]
+        elif isinstance(one, dict) and isinstance(one.get("key"), str):  # OpenTelemetry
+            value = one.get("value")
+            typed = isinstance(value, dict) and len(value) == 1 and not isinstance(value, Copies)
+            yield one["key"], next(iter(value.values())) if typed else value
         elif isinstance(one, list) and len(one) == 2 and isinstance(one[0], str):
             yield one[0], one[1]
         else:

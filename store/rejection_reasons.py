@@ -8,11 +8,6 @@ not for this drafter: it is counted, nothing of it is kept, and it never stops a
 from dataclasses import dataclass
 
 MAX_LINE_BYTES = 64 << 20
-TEXT_LOGS = (
-    "text logs are not read yet, because text does not say which tokens the model saw and wrote. "
-    "Capture traffic with `flywheel serve serve.capture=FOLDER` or the middleware, or log requests "
-    'with "return_token_ids": true as {"request": .., "response": ..}, one JSON object a line'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +33,16 @@ REASONS = {
     "damaged_file": Reason(
         True, "a compressed file that is cut or damaged; what is before is used", "copy it again"
     ),
-    "line_too_long": Reason(True, f"a line of more than {MAX_LINE_BYTES >> 20} MiB", _LOOK),
+    "line_too_long": Reason(True, f"a record of more than {MAX_LINE_BYTES >> 20} MiB", _LOOK),
     "not_an_object": Reason(True, "JSON, but not an object", _LOOK),
     "unknown_format": Reason(
-        True, "neither a capture record nor a request/response pair", "write one of the two"
+        True, "an object of no known format", "docs/how-to/log-formats.md lists what is read"
     ),
+    "unknown_role": Reason(
+        True, "a role that is not known", "name the roles as OpenAI's API or ShareGPT does"
+    ),
+    "bad_text": Reason(True, "text that is not valid Unicode", _LOOK),
+    "bad_row": Reason(True, "a row of a CSV file that does not fit its header", _LOOK),
     "unknown_version": Reason(
         True, "a capture record of another format version", "ingest it with a release that reads it"
     ),
@@ -69,8 +69,38 @@ REASONS = {
         "its text was redacted: its tokens must not be learned from",
         "log requests whose owners agree, without redaction",
     ),
-    "text_log": Reason(False, "a file of another kind", TEXT_LOGS),
-    "text_only": Reason(False, "a conversation as text, without token ids", TEXT_LOGS),
+    "other_file": Reason(
+        False, "a file of another kind", "docs/how-to/log-formats.md lists what is read"
+    ),
+    "raw_prompt": Reason(
+        False,
+        "a prompt of /v1/completions as text: its messages and token ids are not known",
+        'log with "return_token_ids": true',
+    ),
+    "no_answer": Reason(
+        False, "no turn that asks for an answer, or an empty answer", "log whole conversations"
+    ),
+    "not_text": Reason(False, "pictures, sound or files in a message", "log conversations of text"),
+    "no_content": Reason(
+        False, "neither messages nor answers in the record", "switch the logging of contents on"
+    ),
+    "not_generation": Reason(False, "no answer of a model", "nothing: such records are usual"),
+    "cache_hit": Reason(
+        False, "answered from a cache, so the first answer counts", "nothing: they are usual"
+    ),
+    "ids_incomplete": Reason(
+        False,
+        "fewer or more token ids than the server counted",
+        'ask with "include_reasoning": true, and stream with --stream-interval 1',
+    ),
+    "template": Reason(
+        False, "the target's chat template does not take these messages", "log fewer kinds of turns"
+    ),
+    "control_text": Reason(
+        False,
+        "a message holds the text of a control token of the target",
+        "ids of such a text are not those that were served: capture token ids",
+    ),
     "no_token_ids": Reason(
         False, "no prompt or output token ids", 'serve or ask with "return_token_ids": true'
     ),

@@ -44,6 +44,33 @@ TRAFFIC = pa.schema(
     ]
 )
 
+TEXTS = pa.schema(
+    [
+        ("text_id", pa.string()),  # of messages, tools and answers
+        ("conversation_id", pa.string()),
+        ("domain", pa.string()),
+        ("language", pa.string()),
+        ("tenant", pa.string()),
+        ("source", pa.string()),  # log format, a name of store/record_readers.py
+        ("captured_at", TIMESTAMP),
+        ("consent", pa.bool_()),
+        ("request_id", pa.string()),
+        ("model", pa.string()),  # what answered, as the log names it
+        ("thinking", pa.bool_()),
+        ("temperature", pa.float32()),
+        ("top_p", pa.float32()),
+        ("top_k", pa.int32()),
+        ("seed", pa.int64()),
+        ("finish_reason", pa.string()),
+        ("messages", pa.string()),  # JSON, in the form of store/chat_messages.py
+        ("tools", pa.string()),  # JSON
+        ("answers", pa.list_(pa.int32())),  # n: the first n messages are a prompt to answer anew
+        ("answer_tokens", pa.int32()),  # of the log's answers, as it counts or by their length
+        ("repeat_count", pa.int32()),
+        ("log", pa.string()),  # key of the log's state in LOGS
+    ]
+)
+
 LOGS = pa.schema(
     [
         ("log", pa.string()),  # of content, rules and version of the parsing
@@ -219,6 +246,7 @@ REJECTS = pa.schema(
 
 TABLES = {
     "traffic": TRAFFIC,
+    "texts": TEXTS,
     "rejects": REJECTS,
     "logs": LOGS,
     "selection": SELECTION,

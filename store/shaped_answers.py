@@ -39,6 +39,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields of a request (OpenAI's and vLLM's) -> their values that change nothing. An absent field
 and null change nothing either."""
+SAMPLER = ("temperature", "top_p", "top_k", "seed")
+"""Fields that have columns of their own."""
 FIELDS = (
     *NEUTRAL,
     "temperature",

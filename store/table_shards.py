@@ -21,6 +21,8 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from store.place import Place
 
+LONG = 500
+"""Bytes of a text, on average, above which a column has neither dictionary nor statistics."""
 ROW_GROUP_BYTES = 64 << 20
 MAX_STATISTIC = 64
 """Most characters of a text in a shard's statistics."""
@@ -74,7 +76,9 @@ def write_shard(place: Place, rows: pa.Table, metadata: dict[str, str] | None = 
     """
     if metadata:
         rows = rows.replace_schema_metadata(metadata)
-    strings = [f.name for f in rows.schema if pa.types.is_string(f.type)]
+    texts = [f.name for f in rows.schema if pa.types.is_string(f.type)]
+    # Long texts do not repeat, and nobody looks for a range of them.
+    long = {name for name in texts if rows[name].nbytes > LONG * rows.num_rows}
     per_row = max(1, rows.nbytes // max(1, rows.num_rows))
     sink = pa.BufferOutputStream()
     pq.write_table(
@@ -82,7 +86,8 @@ def write_shard(place: Place, rows: pa.Table, metadata: dict[str, str] | None = 
         sink,
         compression="zstd",
         compression_level=1,
-        use_dictionary=strings,  # pyright: ignore[reportArgumentType]
+        use_dictionary=[name for name in texts if name not in long],  # pyright: ignore[reportArgumentType]
+        write_statistics=[n for n in rows.column_names if n not in long],  # pyright: ignore[reportArgumentType]
         row_group_size=max(1, ROW_GROUP_BYTES // per_row),
     )
     data = sink.getvalue()

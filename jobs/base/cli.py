@@ -1,7 +1,7 @@
 """The `flywheel` command: parse, load the config, run one stage.
 
-    flywheel <stage> [--config FILE] [--debug] [--plan] [--format FORMAT] [--submit URL]
-                     [section.key=value ...]
+    flywheel <stage> [--config FILE] [--debug] [--plan] [--format FORMAT] [--explain FILE]
+                     [--submit URL] [section.key=value ...]
 
 A stage is a module with `run(cfg: Config) -> dict`. What it prints for people goes to stderr
 (jobs/base/console.py); the summary it returns is printed as one JSON line, the last line on stdout.
@@ -97,8 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{args.stage} has no --plan; only {', '.join(PLANNED)}")
         if args.format and args.stage != "sql":
             raise ValueError(f"{args.stage} has no --format; only sql")
+        if args.explain and args.stage != "ingest":
+            raise ValueError(f"{args.stage} has no --explain; only ingest")
         settings = _settings(args.stage, args.settings)
         settings += [f"sql.format={args.format}"] if args.format else []
+        settings += [f"ingest.logs={json.dumps([args.explain])}"] if args.explain else []
         cfg = load(args.config, settings)
         if args.stage == "config":
             to_stdout(commented(cfg), end="")
@@ -108,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             words = [*(["--plan"] if args.plan else []), *settings]
             return submit(args.submit, STAGES[args.stage][0], words, args.config, cfg)
-        return _run(args.stage, cfg, "plan" if args.plan else "run")
+        return _run(args.stage, cfg, "explain" if args.explain else "plan" if args.plan else "run")
     except KeyboardInterrupt:
         print("interrupted: the same command continues where this one stopped", file=sys.stderr)
         return 130
@@ -244,6 +247,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--format", metavar="FORMAT", help="of the answer of sql: table, csv, json or parquet"
+    )
+    parser.add_argument(
+        "--explain",
+        metavar="FILE",
+        help="what ingest recognises in a log, folder or glob, and why it leaves records out",
     )
     parser.add_argument(
         "--submit",

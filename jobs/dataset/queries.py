@@ -26,6 +26,7 @@ FILLED_BY = {
     "acceptance": "flywheel evaluate",
     "production": "flywheel ingest",
     "traffic": "flywheel ingest",
+    "texts": "flywheel ingest",
     "rejects": "flywheel ingest",
     "logs": "flywheel ingest",
     "selection": "flywheel select",

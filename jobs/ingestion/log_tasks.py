@@ -10,6 +10,7 @@ import ray
 from jobs.base.cluster import cluster, shares_only_a_bucket
 from jobs.base.config import Config
 from jobs.base.placement import at_the_driver
+from jobs.dataset.chat_rendering import ChatRenderer
 from store.digests import Digest, Digests, digest_log
 from store.log_files import Stamp
 from store.log_formats import Rules
@@ -100,7 +101,9 @@ def read_each(
     found |= {key: states.marked[key] for key in waiting}
     unread = [key for key in contents if key not in found]
     more = rules, *(cfg.table(name) for name in SHARDED), cfg.place("ingesting"), cfg.path(COPIES)
+    render = ChatRenderer(cfg.target_path).answers if rules.text == "answers" else None
     jobs = [(log, *digest[:2], *more) for log, digest in map(contents.__getitem__, unread)]
+    jobs = [(*job, render) for job in jobs]
     parsed = dict(zip(unread, each(ingest_log, jobs), strict=True))
     states_now = found | parsed
     return [

@@ -1,4 +1,4 @@
-"""Put what was read from logs into the tables rejects, traffic, acceptance and logs.
+"""Put what was read from logs into the tables rejects, traffic, texts, acceptance and logs.
 
 The order makes every interruption good with the same command: `logs` comes last. Until then the
 markers are there, and the states that are replaced are known.
@@ -64,9 +64,9 @@ class Publisher:
         new = [r for r in reads if not r.done and (any_accepted or self._takes_back(r))]
         stale = _stale(new)
         old = [state for state in stale if state.reading != READING]
-        for name in ("traffic", "acceptance"):
+        for name in ("traffic", "texts", "acceptance"):
             shards = [shard for read in new for shard in getattr(read.state, name) or []]
-            if name == "acceptance" and not shards and self.table(name).version() is None:
+            if name != "traffic" and not shards and self.table(name).version() is None:
                 continue  # no command has made this table, and there is nothing to tell
             unpublished = [s.name for state in old for s in getattr(state, name) or []]
             self._replace(self.table(name), new, stale, shards, old, unpublished)

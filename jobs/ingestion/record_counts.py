@@ -13,6 +13,7 @@ from store.rates import exceeds
 from store.rejection_reasons import reason_of
 
 REJECT, UNUSED, FINISH = "reject:", "unused:", "finish:"
+FORMAT, DROPPED, DRIFT = "format:", "dropped:", "drift:"
 """Classes of counted outcomes; they begin a count's name, such as "reject:json"."""
 SHOWN = 5
 """Most names in one message."""
@@ -123,3 +124,19 @@ def print_reasons(title: str, counts: RecordCounts, kind: str) -> None:
         for reason, n in found.items()
     ]
     print_table(title, ["reason", "records", "meaning", "for instance (byte)"], rows)
+
+
+def print_dropped(counts: RecordCounts) -> None:
+    """Print what was left out of accepted records, and how far re-encoded answers are from the
+    counts of their logs; nothing if there is nothing.
+    """
+    if found := counts.of_class(DROPPED):
+        print_table("Left out of accepted records", ["what", "records"], [*found.items()])
+    if drift := counts.of_class(DRIFT):
+        other, answers, encoded, counted = (
+            drift.get(name, 0) for name in ("other", "answers", "encoded", "counted")
+        )
+        console.print(
+            f"re-encoded: {other} of {answers} answers have another number of tokens than their "
+            f"logs say ({encoded} instead of {counted})"
+        )

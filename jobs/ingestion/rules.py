@@ -34,4 +34,5 @@ def make_rules(cfg: Config) -> Rules:
         test_percent=cfg.ingest.test_percent,
         former_ids=(legacy_target_id(cfg.target_path),),
         models=tuple(sorted(cfg.ingest.models)),
+        text=cfg.ingest.text_logs,
     )

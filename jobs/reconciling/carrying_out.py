@@ -3,13 +3,14 @@
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jobs.base.config import Config
 from jobs.base.console import console
 from jobs.reconciling.next_steps import Named
-from jobs.reconciling.observed import FLEET_WANTED, Fleet
+from jobs.reconciling.observed import FLEET_WANTED, Fleet, find_fleet, observe
 from jobs.registry.versions import Registry, Version
 from serving.replica_client import (
     Failed,
@@ -109,12 +110,11 @@ def _restart(
     console.print(f"{client.url} restarts with {drafter}")
     until = time.monotonic() + cfg.rollout.restart_wait
     while time.monotonic() < until:
-        try:
-            active: dict[str, Any] = client.status().get("active") or {}
-            if (active.get("sha256") or "") == drafter.sha256:
-                return
-        except Unreachable:
-            pass  # it restarts
+        present = find_fleet(cfg)
+        # The new server starts beside the old one, at an address of its own.
+        mine = [url for url in present.urls if url == client.url or url not in fleet.urls]
+        if any(one.sha256 == drafter.sha256 for one in observe(cfg, replace(present, urls=mine))):
+            return
         time.sleep(min(1.0, cfg.rollout.poll))
     raise ReplicaFault(
         f"{client.url} did not come back with {drafter} within rollout.restart_wait "

@@ -117,7 +117,7 @@ def observe(cfg: Config, fleet: Fleet) -> list[Observed]:
         except ReplicaFault as error:
             return Observed(url, None, str(error))
 
-    with ThreadPoolExecutor(max_workers=min(16, len(fleet.urls))) as pool:
+    with ThreadPoolExecutor(max_workers=max(1, min(16, len(fleet.urls)))) as pool:
         return list(pool.map(ask, fleet.urls))
 
 

@@ -1,6 +1,7 @@
 """Which prompts are answered anew, and as what they are sent to the present target."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from jobs.base.console import console
 from jobs.dataset.database import open_database
 from jobs.regeneration.chats import Chats
 from jobs.regeneration.kept_tokenizers import kept, renders_alike
+from jobs.regeneration.text_prompts import with_ids
 from serving.client import Request
 from store.place import first_line
 from store.shaped_answers import NEUTRAL
@@ -25,6 +27,9 @@ LEFT_OUT = {
     "no_chat": "the messages of the prompt cannot be told for certain (tools, a date, a template "
     "that changes them), and the present template is another",
     "too_long": "the prompt fills serve.max_model_len",
+    "unreadable": "the tokenizer of the target cannot be read, or has no chat template",
+    "no_template": "the target's chat template does not take the messages of a text log",
+    "control_text": "a message of a text log holds the text of a control token of the target",
     "refused": "the server refused the request",
     "empty": "the answer has no token",
 }
@@ -58,14 +63,14 @@ class Asking:
     those that cannot be one, with the reason (of LEFT_OUT).
     """
 
-    def __init__(self, cfg: Config, identities: Iterable[str]):
+    def __init__(self, cfg: Config, identities: Iterable[str | None]):
         self.cfg = cfg
         self.left_out: dict[str, str] = {}
-        self.chats: dict[str, Chats | None] = {}
+        self.chats: dict[str | None, Chats | None] = {}
         """By target; None where its prompts are those of the present target. Targets whose
         tokenizer is not there are missing.
         """
-        for identity in sorted({*identities}):
+        for identity in sorted(name for name in {*identities} if name is not None):
             folder = kept(cfg, identity)
             if folder is not None and renders_alike(folder, cfg.target_path):
                 self.chats[identity] = None
@@ -73,28 +78,35 @@ class Asking:
                 self.chats[identity] = Chats(tokenizer)
 
     def requests(self, rows: list[Row]) -> Iterator[tuple[Row, Request]]:
-        """(row, request) of those that can be asked again, in their order."""
-        names = pa.array(sorted(row["sample_id"] for row in rows), pa.string())
+        """(row, request) of those that can be asked again: those of former targets, then those of
+        text logs, each in their order.
+        """
+        texts = [row for row in rows if row["target_id"] is None]
+        former = [row for row in rows if row["target_id"] is not None]
+        names = pa.array(sorted(row["sample_id"] for row in former), pa.string())
         ids = {
             row["sample_id"]: row["prompt_ids"]
             for batch in tokens_of(self.cfg.table("traffic"), names, ["prompt_ids"])
             for row in batch.to_pylist()
         }
-        for row in rows:
-            request = self._request(row, ids.get(row["sample_id"], []))
+        prompts = ((row, ids.get(row["sample_id"], [])) for row in former)
+        for row, prompt in chain(prompts, with_ids(self.cfg, texts)):
+            request = self._request(row, prompt)
             if isinstance(request, str):
                 self.left_out[row["sample_id"]] = request
             else:
                 yield row, request
 
-    def _request(self, row: Row, ids: list[int]) -> Request | str:
-        """The request, or why there is none."""
-        if row["target_id"] not in self.chats:
+    def _request(self, row: Row, ids: list[int] | str) -> Request | str:
+        """The request, or why there is none; `ids` may say so already."""
+        if isinstance(ids, str):
+            return ids
+        if row["target_id"] not in self.chats and row["target_id"] is not None:
             return "no_tokenizer"
         room = self.cfg.serve.max_model_len - len(ids)
         if room < 2:
             return "too_long"
-        chats, thinking = self.chats[row["target_id"]], row["thinking"]
+        chats, thinking = self.chats.get(row["target_id"]), row["thinking"]
         prompt: Any = ids if chats is None else chats.messages_of(ids, thinking)
         if not prompt:
             return "no_chat"

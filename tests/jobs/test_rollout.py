@@ -1,11 +1,8 @@
 """Roll-outs over fake replicas: who advances, who is held, who goes back, and what a fault does."""
 
 import json
-import re
 import shutil
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,13 +11,11 @@ import pytest
 from dflash.checkpoint import drafter_sha256
 from jobs import rollback, rollout
 from jobs.base.config import load
-from jobs.reconciling.observed import FLEET_STATE, find_fleet
-from jobs.reconciling.reconciler import reconciling
+from jobs.reconciling.observed import find_fleet
 from jobs.registry.versions import Registry
 from store import promotions
 from tests.helpers.fake_replica import TOKEN
-from tests.helpers.promotion import aliases, make_registry
-from tests.helpers.rollouts import fleet, promote_two
+from tests.helpers.promotion import aliases
 
 GOOD, DEAD = {"": 0.6}, {"": 0.0}
 
@@ -262,54 +257,6 @@ def test_a_frozen_fleet_is_only_observed(start_fleet):
         assert one.run()["decision"] == "advanced"
 
 
-def test_two_roll_outs_do_not_fight(start_fleet):
-    with start_fleet(GOOD, GOOD) as one, reconciling(one.cfg):
-        one.cfg = one.cfg.override("rollout", wait=0.5)
-        found = one.run()
-        assert (found["ok"], found["decision"]) == (False, "held")
-        assert re.match(r"another roll-out is running: .*@", found["why"])
-        assert one.loaded() == ["1", "1"]
-
-
-def test_a_roll_out_waits_for_another_one(start_fleet, capsys):
-    with start_fleet(GOOD, GOOD) as one:
-        with ThreadPoolExecutor() as pool:
-            with reconciling(one.cfg):
-                second = pool.submit(one.run)
-                while "waiting for up to rollout.wait" not in (told := capsys.readouterr().err):
-                    assert not second.done(), told
-                    time.sleep(0.1)
-            assert second.result()["decision"] == "advanced"
-        assert one.loaded() == ["2", "2"]
-
-
-def test_another_host_goes_on_with_a_roll_out_in_a_bucket(s3_env, empty_database, tmp_path):
-    """They share the bucket and the registry, no folder."""
-    url, target = s3_env.url(), f"target.path={tmp_path / 'one' / 'target'}"
-    where = [f"work={url}", f"scratch={tmp_path / 'one'}", target]
-    cfg = make_registry(url, empty_database, *where[1:])
-    promote_two(cfg)
-    with fleet(where, tmp_path, [GOOD, GOOD]) as one:
-        for fake in one.fakes:
-            fake.per_look = 30
-        full, one.cfg = one.cfg, one.cfg.override("rollout", wait=0.0)
-        first = one.run()
-        assert first["decision"] == "held", "one look is too little"
-        assert one.loaded() == ["2", "1"]
-        number = str(first["rollout"])
-        looks = len(list(cfg.place("rollouts", number).objects()))
-        other = replace(full, scratch=str(tmp_path / "other"))
-        other = replace(
-            other, mlflow=replace(full.mlflow, uri=f"sqlite:///{cfg.path('mlflow.db')}")
-        )
-        found = rollout.run(other)
-        assert (found["decision"], found["rollout"]) == ("advanced", int(number)), found
-        assert one.loaded() == ["2", "2"]
-        assert len(list(cfg.place("rollouts", number).objects())) > looks > 0
-        assert cfg.place("rollouts").read(f"{number}.svg")
-        assert one.run()["decision"] == "unchanged"
-
-
 def test_a_plan_changes_nothing(start_fleet):
     with start_fleet(GOOD, GOOD) as one:
         rows = len(promotions.read(one.cfg.table("promotions")))
@@ -395,21 +342,6 @@ def test_a_damaged_drafter_is_not_delivered(start_fleet):
         assert found["decision"] == "held"
         assert one.loaded() == ["1", "1"]
         assert drafter_sha256(folder) == version.sha256
-
-
-def test_another_shape_is_restarted_by_who_runs_the_fleet(start_fleet):
-    with start_fleet(GOOD, GOOD, settings=["rollout.restart_wait=1"]) as one:
-        one.fakes[0].faults.add("restart")
-        found = one.run()
-        assert found["decision"] == "held"
-        assert "start this replica again with version 2" in found["faults"][0]
-        state = {"replicas": one.cfg.rollout.replicas, "token_file": one.cfg.rollout.token_file}
-        one.cfg.path(FLEET_STATE).write_text(json.dumps(state))
-        one.cfg = one.cfg.override("rollout", replicas=[], token_file="")
-        found = one.run()
-        assert "did not come back" in found["faults"][0]
-        wanted = json.loads(one.cfg.path("fleet_wanted.json").read_text())
-        assert wanted["replicas"][one.fakes[0].url] == {"version": "2", "sha256": one.sha["2"]}
 
 
 def test_the_token_is_nowhere_in_what_is_written(start_fleet, capsys):

@@ -355,7 +355,7 @@ def test_prompts_of_a_former_target_are_answered_before_the_window_begins(cfg, s
     former = {"target_id": "former", "ids_source": "served", "prompt_id": "p", "consent": True}
     add_traffic(cfg, range(1), log="old", **former)
     stages.during["regenerate"] = lambda: add_traffic(cfg, range(10))
-    step = {"step": "regenerate", "does": "runs", "why": "1 prompts of a former target"}
+    step = {"step": "regenerate", "does": "runs", "why": "1 prompts to answer anew"}
     assert retrain.plan(cfg)["plan"][0] == step
     assert retrain.plan(cfg)["plan"][2]["does"] == "runs"
     assert retrain.run(cfg)["state"] == "promoted"

@@ -51,6 +51,14 @@ PROMPTS |= {"tools": [9, 9, 3, 50, 5, 6], "long": [*[60] * 127]}
 """Prompts by conversation; the first four letters are the domain."""
 
 
+TEXT = [
+    {"role": "user", "content": "w30"},
+    {"role": "assistant", "content": "w31"},
+    {"role": "user", "content": "w32"},
+]
+"""A conversation of a text log: two prompts."""
+
+
 def configure(folder, target):
     settings = [f"work={folder / 'work'}", f"target.path={target}"]
     settings += ["serve.max_model_len=128", "serve.max_num_seqs=8", "serve.kv_cache_gib=1"]
@@ -79,7 +87,11 @@ def test_a_new_target_answers_the_prompts_of_former_ones(tmp_path, tiny_target, 
     present = with_template(shutil.copytree(tiny_target, tmp_path / "new"), NEW_TEMPLATE)
     ingest_former(tmp_path, tiny_target)
     cfg = configure(tmp_path, present)
-    assert len(regenerate.plan(cfg)["domains"]) == 4
+    write_log(
+        cfg, "texts.jsonl", [json.dumps({"messages": TEXT, "domain": "text", "consent": True})]
+    )
+    ingest.run(cfg)
+    assert len(regenerate.plan(cfg)["domains"]) == 5
 
     # Interrupted after its first batch, it goes on with the rest.
     monkeypatch.setattr(regenerate, "BATCH", 3)
@@ -95,8 +107,8 @@ def test_a_new_target_answers_the_prompts_of_former_ones(tmp_path, tiny_target, 
     with pytest.raises(KeyboardInterrupt):
         regenerate.run(cfg)
     done = regenerate.run(cfg)
-    assert asked == [3, 3, 3, 1]
-    assert done["answers"] == 4
+    assert asked == [3, 3, 3, 3]
+    assert done["answers"] == 6
     assert regenerate.run(cfg)["prompts"] == 0
     place = answer_places.left_out(cfg)
     left = [json.loads(place.read(found.name) or b"") for found in place.objects()]
@@ -104,11 +116,18 @@ def test_a_new_target_answers_the_prompts_of_former_ones(tmp_path, tiny_target, 
 
     ingest.run(cfg)
     rows = cfg.table("traffic").read().to_pylist()
-    rows = {row["conversation_id"]: row for row in rows if row["target_id"] == target_id(present)}
+    rows = [row for row in rows if row["target_id"] == target_id(present)]
+    texts = {tuple(row["prompt_ids"]): row for row in rows if row["domain"] == "text"}
+    rows = {row["conversation_id"]: row for row in rows if row["domain"] != "text"}
     assert rows.keys() == PROMPTS.keys() - {"tools", "long"}
     model = load_target(present, torch.float32)
     for name, row in rows.items():
         check_row(model, name, row)
+    assert texts.keys() == {(7, 8, 30, 5, 6), (7, 8, 30, 5, 4, 31, 5, 7, 8, 32, 5, 6)}
+    for prompt, row in texts.items():
+        assert (row["ids_source"], row["consent"]) == ("regenerated", True)
+        if row["finish_reason"] != "repetition":
+            assert row["output_ids"] == decode(model, [*prompt], LONGEST, (1,)).output_ids
 
 
 def check_row(model, name, row):

@@ -12,7 +12,7 @@ import pytest
 
 from store import log_files
 from store.digests import Digests, digest_log
-from store.log_files import find_logs, on_disk, open_log, other_kind, stamp
+from store.log_files import container, find_logs, on_disk, open_log, other_kind, stamp
 from store.log_formats import Reject, Rules, parse_log
 from store.place import Place, place_of
 
@@ -85,7 +85,7 @@ def test_a_large_compressed_log_is_read_in_pieces(tmp_path):
 def test_rotated_logs_of_a_folder_are_found_and_the_rest_is_named(tmp_path):
     """Rotated and compressed logs were once missed silently."""
     names = ["capture.jsonl", "capture.jsonl.1", "capture.jsonl-20261129.gz", "b.jsonl.zst"]
-    others = ["README.md", "sub/", "x.jsonl.gz.tmp", "y.parquet"]
+    others = ["README.md", "sub/", "x.jsonl.gz.tmp", "y.txt"]
     for name in [*names, *others, ".hidden.jsonl"]:
         path = tmp_path / name
         path.mkdir() if name.endswith("/") else path.write_bytes(LINES)
@@ -98,17 +98,10 @@ def test_rotated_logs_of_a_folder_are_found_and_the_rest_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("data", "kind"),
     [
-        (b'[\n  {\n    "id": "a",\n    "conversations": [{"from": "hu', "one JSON array"),
-        (b'[{"id": 1},\n{"id": 2}]', "one JSON array"),
-        (b'[{"request": {}, "response": {"prompt_token_ids": [1]}}]', "jq -c '.[]'"),
-        (b"[\n" + LINES.strip().replace(b"\n", b",\n") + b"\n]\n", "jq -c '.[]'"),
-        (b"[" + LINES.strip().replace(b"\n", b"\n,") + b"]", "jq -c '.[]'"),
         (b'[{"id": 1}]\n' + LINES, None),
-        (b'{\n "request": {}\n}', "several lines"),
         (b"PAR1....", "Parquet"),
         (b"\xff\xfe{\0", "UTF-16"),
         (b"INFO 11-30 12:00:00 [logger.py:39] Received request chat-1: prompt: 'a'\n", "server"),
-        (gzip.compress(b'[\n {"messages": []}', mtime=0), "one JSON array"),
         (LINES, None),
         (b"[1, 2\n" + LINES, None),
         (b'[{"torn": \n' + LINES, None),
@@ -116,10 +109,28 @@ def test_rotated_logs_of_a_folder_are_found_and_the_rest_is_named(tmp_path):
         (b"garbage", None),
     ],
 )
-def test_files_that_hold_no_lines_say_what_they_are(tmp_path, data, kind):
+def test_files_that_are_no_logs_say_what_they_are(tmp_path, data, kind):
     (tmp_path / "file").write_bytes(data)
     found = other_kind(tmp_path / "file")
     assert found is None if kind is None else kind in str(found)
+    assert container(tmp_path / "file") == "lines"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'[\n  {\n    "id": "a",\n    "conversations": [{"from": "hu',
+        b'[{"id": 1},\n{"id": 2}]',
+        b'[{"request": {}, "response": {"prompt_token_ids": [1]}}]',
+        b"[\n" + LINES.strip().replace(b"\n", b",\n") + b"\n]\n",
+        b"[" + LINES.strip().replace(b"\n", b"\n,") + b"]",
+        b'{\n "request": {}\n}',
+        gzip.compress(b'[\n {"messages": []}', mtime=0),
+    ],
+)
+def test_arrays_are_read_by_their_elements(tmp_path, data):
+    (tmp_path / "file").write_bytes(data)
+    assert (other_kind(tmp_path / "file"), container(tmp_path / "file")) == (None, "elements")
 
 
 SERVED = b"INFO 11-30 12:00:00 [logger.py:39] Received request chat-1: prompt: 'a'\n"
@@ -159,13 +170,15 @@ def test_a_glob_of_folders_finds_their_logs(tmp_path):
         (tmp_path / "logs" / name / "c.jsonl").write_bytes(LINES)
     assert len(find_logs([f"{tmp_path}/logs/*"])[0]) == 2
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no \*\.jsonl file in"):
+    with pytest.raises(ValueError, match=r"no \*\.jsonl.* file in"):
         find_logs([f"{tmp_path}/emp*"])
 
 
 def test_a_parquet_file_says_what_it_is(tmp_path):
     pq.write_table(pa.table({"messages": ["hi"]}), tmp_path / "file")
-    assert other_kind(tmp_path / "file") == "a Parquet file"
+    assert (other_kind(tmp_path / "file"), container(tmp_path / "file")) == (None, "parquet")
+    pq.write_table(pa.table({"x": ["hi"]}), tmp_path / "file")
+    assert "a Parquet file" in str(other_kind(tmp_path / "file"))
 
 
 def test_digest_of_an_unchanged_log_is_kept(tmp_path):
@@ -216,7 +229,7 @@ def test_logs_of_a_bucket_are_found_by_the_same_rules(s3_env):
         with pytest.raises(ValueError, match=r"ingest\.logs: no such file, folder or glob: s3://"):
             find_logs([missing])
     put(place_of(url), ["empty/README.md"])
-    with pytest.raises(ValueError, match=r"no \*\.jsonl file in s3://"):
+    with pytest.raises(ValueError, match=r"no \*\.jsonl.* file in s3://"):
         find_logs([f"{url}/empty"])
 
 

@@ -19,7 +19,7 @@ from tests.helpers.logs import RULES, line, pair, parse, reason
 def test_capture_record_becomes_a_row(tmp_path):
     (row,) = parse(tmp_path / "l", line())
     table = pa.Table.from_pylist([row], schema=TRAFFIC)
-    assert {*row, "log"} == {*TRAFFIC.names, "model", "acceptance"}
+    assert {*row, "log"} == {*TRAFFIC.names, "model", "acceptance", "dropped"}
     got = table.to_pylist()[0]
     assert (got["prompt_ids"], got["output_ids"]) == ([1, 2, 3], [4, 5])
     assert got["loss_mask"] == [{"start": 3, "end": 5}]
@@ -62,8 +62,7 @@ def test_cut_answers_are_kept(tmp_path, finish):
         (bytes(range(128, 256)) + b"\n", "not_json"),
         (b"[" * 100_000 + b"\n", "not_json"),
         (b"[1, 2]\n", "not_an_object"),
-        (b'{"prompt": "hi", "completion": "ho"}\n', "text_only"),
-        (b'{"messages": []}\n', "text_only"),
+        (b'{"prompt": "hi"}\n', "unknown_format"),
         (b'{"level": "info"}\n', "unknown_format"),
         (line(v=2), "unknown_version"),
         (line(prompt_ids=None), "no_token_ids"),

@@ -100,10 +100,7 @@ def test_what_is_merely_not_wanted_never_stops(configure, capsys):
         ([line(i, target_id="f00") for i in range(5)], r"other_target.*f00 \(5\).*target\.path"),
         ([line(i, consent="off") for i in range(5)], "no_consent.*clear yes"),
         ([pair(i, prompt_token_ids=None) for i in range(5)], "no_token_ids.*return_token_ids"),
-        (
-            ['{"messages": [{"role": "user", "content": "secret"}]}\n'] * 5,
-            "text_only.*not read yet",
-        ),
+        (['{"messages": [{"role": "assistant", "content": "a"}]}\n'] * 5, "no_answer.*whole"),
         ([line(i, adapter="[/lora]") for i in range(5)], r"adapter.*\[/lora\] \(5\)"),
     ],
 )
@@ -123,14 +120,11 @@ def test_nothing_new_to_use_is_a_note_where_traffic_is(configure, capsys):
     assert "note: none of the 1 records can be used" in capsys.readouterr().err
 
 
-def test_a_text_log_is_named_once_and_not_copied(configure):
-    """The public ShareGPT file, a truncated array, once gave one reject per line, 31 MB in all."""
-    turn = '      {\n        "from": "human",\n        "value": "secret words"\n      },\n'
-    text = '[\n  {\n    "id": "a",\n    "conversations": [\n' + turn * 50_000
-    write_log(configure(), "ShareGPT.jsonl", [text])
-    with pytest.raises(
-        ValueError, match=r"1 records.*ShareGPT\.jsonl is one JSON array.*not read yet"
-    ):
+def test_a_file_of_another_kind_is_named_once_and_not_copied(configure):
+    """A truncated array once gave one reject per line, 31 MB in all."""
+    text = "[\n" + '  {\n    "id": 7,\n    "secret": "words"\n  },\n' * 50_000
+    write_log(configure(), "array.jsonl", [text])
+    with pytest.raises(ValueError, match=r"1 records.*other_file.*log-formats\.md"):
         ingest.run(configure())
     assert sum(p.stat().st_size for p in configure().path("rejects").rglob("*.parquet")) == 0
 
