@@ -78,6 +78,7 @@ class FrozenHeadLoss(torch.autograd.Function):
             logits = (hidden_RH[rows] @ head_CH.T).float()
             hits[rows] = logits.argmax(-1) == label[:, 0]
             if n:
+                assert recorded_R is not None
                 rivals[rows] = with_recorded(logits.topk(n).indices, recorded_R[rows])
                 rival_logits[rows] = logits.gather(1, rivals[rows])
             logits += correction_C

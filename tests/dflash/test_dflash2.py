@@ -110,14 +110,14 @@ def test_without_training_it_drafts_as_the_plain_body_bit_for_bit(shape, trained
 def test_replay_equals_the_reference_decoder_round_by_round(
     second, trained, target, samples, num_drafts
 ):
-    prompts = [sample.ids[~sample.loss_mask].tolist() for sample in samples]
+    prompts = [sample.ids[~sample.loss_mask].tolist() for sample in samples[:6]]
     real, found = zip(*(served(target, second, p, 40, num_drafts) for p in prompts), strict=True)
     walks = replay(second, target.embedding, target.head, found, num_drafts)
     assert walks == [answer.accepted for answer in real]
     plain = replay(trained, target.embedding, target.head, found, num_drafts)
     assert walks != plain, "the head must change something"
     assert max(map(max, walks)) == num_drafts
-    for answer, sample in zip(real, samples, strict=True):
+    for answer, sample in zip(real, samples[:6], strict=True):
         assert answer.output_ids == sample.ids[sample.loss_mask].tolist(), "drafting changed text"
 
 
@@ -148,6 +148,7 @@ def test_sampled_drafts_are_drawn_from_the_scores_after_the_draft_before(second,
         seen[drafts[0]] += 1
     previous = torch.tensor([17, *drafts[:-1]])
     wanted = (second.scores(hidden, target.head, previous) / 0.7).softmax(-1)
+    assert q is not None
     torch.testing.assert_close(q, wanted)
     assert [int((row > 0).sum()) for row in q] == [5, 5, 5], "the candidates, whatever top_k is"
     assert float((seen / 800 - q[0]).abs().sum()) < 0.12  # of 800 draws, 0.05 is expected

@@ -1,6 +1,7 @@
 """The second loss of DFlash 2: its labels, weights, gradients, and what it teaches."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -96,10 +97,12 @@ def test_sharded_parameters_get_the_same_gradient(shape, samples, target):
     """The selector is used outside of the drafter's forward, so FSDP must gather it there."""
     picks = [[(0, 0), (0, 1)]]
     sums, plain = gradients(new_drafter(shape, 0), samples, target, picks)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    store = distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         sharded = new_drafter(shape, 0)
         shard(sharded)
+        found: list[Any]
         again, found = gradients(sharded, samples, target, picks)
         torch.testing.assert_close(again, sums)
         for one, other in zip(plain, found, strict=True):
