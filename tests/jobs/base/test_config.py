@@ -98,7 +98,7 @@ def test_every_setting_has_a_meaning():
         (["steps=1"], "unknown setting 'steps': did you mean train.steps?"),
         (["trian.lr=1"], "did you mean train.lr"),
         (["zzzzzz=1"], "`flywheel config` lists them all"),
-        (["train=1"], "'train' is a section: set one of train.base, train.steps"),
+        (["train=1"], "'train' is a section: set one of train.base, train.part"),
         (["train.steps"], "settings are given as name=value"),
         (["train.steps=many"], "train.steps = 'many': expected integer >= 0"),
         (["train.steps=1.5"], "train.steps = 1.5: expected integer >= 0"),
