@@ -74,8 +74,11 @@ def ingest(path: Path) -> tuple[int, float]:
     """(rows, most memory of this process in MiB) of one log into tables of a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
         size, sha256, _ = digest_log(str(path), set())
-        tables = [Table(Place(f"{folder}/{name}"), schema) for name, schema in SHARDED.items()]
-        state = ingest_log(str(path), size, sha256, RULES, *tables, Place(f"{folder}/marks"))
+        traffic, rejects, acceptance, texts = (
+            Table(Place(f"{folder}/{name}"), schema) for name, schema in SHARDED.items()
+        )
+        places = traffic, rejects, acceptance, texts, Place(f"{folder}/marks")
+        state = ingest_log(str(path), size, sha256, RULES, *places)
     return state.counts["accepted"], memory()
 
 

@@ -7,16 +7,24 @@ looked for: no string of JSON has a line break in it, so one damaged element doe
 
 import re
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Protocol
 
 BLOCK = 1 << 20
 _PART = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}"]', re.DOTALL)
 _OPEN = re.compile(rb"[{\[]")
+
+
+class Stream(Protocol):
+    """What is needed of a file: at most so many bytes, none at its end."""
+
+    def read(self, most: int, /) -> bytes: ...  # noqa: D102
+
+
 Element = tuple[int, bytes | None, bool]
 """Offset of the first byte, the bytes (None: there are too many), whether the element is whole."""
 
 
-def elements(stream: BinaryIO, most: int) -> Iterator[Element]:
+def elements(stream: Stream, most: int) -> Iterator[Element]:
     """Every element. An array at the top is opened; elements of at most `most` bytes are whole."""
     buffer, offset = stream.read(BLOCK), 0
     start = _first(buffer)
@@ -99,7 +107,7 @@ def _divider(head: bytes) -> bytes | None:
     return found if plain and head.find(found, begin) == indent else None
 
 
-def _skip(stream: BinaryIO, offset: int, buffer: bytes, divider: bytes | None) -> tuple[int, bytes]:
+def _skip(stream: Stream, offset: int, buffer: bytes, divider: bytes | None) -> tuple[int, bytes]:
     """(offset, buffer) behind an element that is too large: at the next divider, or at the end."""
     while True:
         at = buffer.find(divider) if divider else -1

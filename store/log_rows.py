@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 import msgspec
 import pyarrow as pa
@@ -15,6 +15,12 @@ ROWS = 64
 """Rows of Parquet that are Python objects at a time: conversations can be long."""
 FIELD = 64 << 20  # characters of one field of a CSV file
 Row = dict[str, Any]
+
+
+class Stream(Protocol):
+    """What is needed of a file: a line of at most so many bytes, none at its end."""
+
+    def readline(self, most: int, /) -> bytes: ...  # noqa: D102
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
@@ -29,7 +35,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
                 number += 1
 
 
-def csv_rows(stream: BinaryIO) -> Iterator[tuple[int, Row | None]]:
+def csv_rows(stream: Stream) -> Iterator[tuple[int, Row | None]]:
     """(byte offset, row) of each row below the header; empty cells are left out. None is a row that
     has more cells than the header, or is not UTF-8.
     """
@@ -55,7 +61,7 @@ def csv_rows(stream: BinaryIO) -> Iterator[tuple[int, Row | None]]:
 class _Lines:
     """Lines of a stream as text; `offset` is where the next one begins."""
 
-    def __init__(self, stream: BinaryIO):
+    def __init__(self, stream: Stream):
         self.stream, self.offset = stream, 0
 
     def __iter__(self) -> "_Lines":

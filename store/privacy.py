@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from store.consent import YES, consents
-from store.objects import KEYS, PLACES, TWICE, Copies, copies, parsed
+from store.objects import KEYS, PLACES, TWICE, copies, parsed
 
 # The consent field in lower-case bytes, and its value. After a quoted name: a value as in JSON or
 # in a Python dict. If the name is the whole quoted string, also the second element of a pair, or
@@ -72,8 +72,9 @@ def _of_list(part: list[Any]) -> Iterator[tuple[Any, Any]]:
             yield one["name"], one["value"]
         elif isinstance(one, dict) and isinstance(one.get("key"), str):  # OpenTelemetry
             value = one.get("value")
-            typed = isinstance(value, dict) and len(value) == 1 and not isinstance(value, Copies)
-            yield one["key"], next(iter(value.values())) if typed else value
+            if isinstance(value, dict) and len(value) == 1:  # the name is that of its type
+                value = next(iter(value.values()))
+            yield one["key"], value
         elif isinstance(one, list) and len(one) == 2 and isinstance(one[0], str):
             yield one[0], one[1]
         else:

@@ -16,7 +16,7 @@ def is_span(value: Record) -> bool:
     if "resourceSpans" in value or "scopeSpans" in value:
         return True
     told = value.get("attributes")
-    return told is not None and any(k.startswith("gen_ai.") for k in _attributes(told))
+    return told is not None and any(str(k).startswith("gen_ai.") for k in _attributes(told))
 
 
 def read(value: Record) -> list[Record]:
@@ -31,16 +31,16 @@ def read(value: Record) -> list[Record]:
         system = parsed(told.get("gen_ai.system_instructions"))
         start = [{"role": "system", "parts": system}] if system else []
         metadata = {name: told[name] for name in METADATA if told.get(name)}
-        counted = told.get("gen_ai.usage.output_tokens")
-        nanoseconds = span.get("startTimeUnixNano") or span.get("start_time_unix_nano")
+        counted = _whole(told.get("gen_ai.usage.output_tokens"))
+        nanoseconds = _whole(span.get("startTimeUnixNano") or span.get("start_time_unix_nano"))
         shared = {name: _number(told.get(f"gen_ai.request.{name}")) for name in SAMPLER}
         shared |= metadata | {
             "conversation_id": metadata.get("conversation_id")
             or told.get("gen_ai.conversation.id"),
             "request_id": told.get("gen_ai.response.id"),
-            "captured_at": int(nanoseconds) / 1e9 if str(nanoseconds).isdigit() else None,
+            "captured_at": nanoseconds / 1e9 if nanoseconds else None,
             "model": told.get("gen_ai.response.model") or told.get("gen_ai.request.model"),
-            "completion_tokens": int(counted) if str(counted).isdigit() else None,
+            "completion_tokens": counted,
             "turns": "last",
             "tools": parsed(told.get("gen_ai.tool.definitions")),
         }
@@ -109,6 +109,12 @@ def _from_parts(one: Any) -> list[Record]:
 def _as_text(part: Record) -> Any:
     found = part.get("response", part.get("result"))
     return found if isinstance(found, str | list) else str(found)
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number from 0 on; OTLP writes it as text."""
+    text = str(value) if type(value) in (int, str) else ""
+    return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 def _number(value: Any) -> Any:

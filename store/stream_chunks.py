@@ -31,10 +31,10 @@ def joined(chunks: list[Chunk]) -> dict[str, Any]:
     for chunk in chunks:
         told = {k: v for k, v in chunk.items() if k != "choices" and v is not None}
         whole = told | whole if "usage" not in told else whole | told
-        for part in chunk["choices"] or []:
-            if isinstance(part, dict):
-                index = part.get("index") if isinstance(part.get("index"), int) else 0
-                _add(choices.setdefault(index, {"index": index, "message": {}}), part)
+        for part in _dicts(chunk["choices"]):
+            number = part.get("index")
+            index = number if isinstance(number, int) else 0
+            _add(choices.setdefault(index, {"index": index, "message": {}}), part)
     return whole | {"choices": [choices[index] for index in sorted(choices)]}
 
 

@@ -154,8 +154,8 @@ def test_folders_globs_and_files_name_each_log_once(configure, tmp_path):
 
 def parse(cfg, log):
     size, sha256, _ = digest_log(str(log), set())
-    tables = (cfg.table(name) for name in SHARDED)
-    places = *tables, cfg.place("ingesting")
+    traffic, rejects, acceptance, texts = (cfg.table(name) for name in SHARDED)
+    places = traffic, rejects, acceptance, texts, cfg.place("ingesting")
     return ingest_log(str(log), size, sha256, make_rules(cfg), *places)
 
 

@@ -4,6 +4,7 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from store import log_formats
@@ -303,9 +304,9 @@ def test_elements_on_lines_and_text_like_json_are_whole(tmp_path):
     ],
 )
 def test_other_peoples_files_are_one_line_and_no_rejects(tmp_path, data):
-
     (tmp_path / "log").write_bytes(data)
     size, sha, _ = digest_log(str(tmp_path / "log"), set())
+    outcome: Any
     (outcome,) = _outcomes(str(tmp_path / "log"), size, sha, RULES, None, None)
     assert (type(outcome), outcome.reason) == (NotUsed, "other_file")
 
@@ -315,3 +316,53 @@ def test_a_damaged_row_of_csv_hides_no_other(tmp_path):
     outcomes = parse(tmp_path / "log", b"".join([*data[:2], b"a" + b",b" * 99 + b"\n", *data[2:]]))
     assert [getattr(one, "reason", None) for one in outcomes] == [None, "bad_row", None, None]
     assert outcomes[1].offset == len(data[0]) + len(data[1])
+
+
+ODD = [
+    None,
+    7,
+    -1.5,
+    True,
+    "",
+    "x",
+    "\u00b2",
+    [],
+    [7],
+    [None],
+    {},
+    {"a": 1},
+    "[1]",
+    '{"a": 1}',
+    [{}],
+]
+WHOLE = [json.loads(data.splitlines()[0]) for _, data in LOGS.values() if data[:2] == b'{"']
+
+
+def places(value):
+    """(container, key) of every value in a JSON value."""
+    keys = (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    )
+    for key in keys:
+        yield value, key
+        yield from places(value[key])
+
+
+@pytest.mark.parametrize("value", WHOLE)
+def test_any_value_at_any_place_stops_nothing(tmp_path, value):
+    lines = []
+    for i in range(len([*places(value)])):
+        for odd in ODD[i % 5 :: 5]:
+            copy = json.loads(json.dumps(value))
+            container, key = [*places(copy)][i]
+            container[key] = odd
+            line = json.dumps(copy)
+            lines.append(line.encode())
+            if isinstance(key, str):  # the same name again, with another value
+                twice = json.dumps(key) + ": 0, " + json.dumps(key) + ": "
+                lines.append(line.replace(json.dumps(key) + ": ", twice).encode())
+    found = parse(tmp_path / "log", b"\n".join(lines))
+    assert len(found) >= len(lines)  # another index of a chunk makes two choices of one
+    pa.Table.from_pylist(
+        [row for row in found if isinstance(row, dict) and "text_id" in row], TEXTS
+    )
