@@ -14,7 +14,7 @@ from jobs.base.cli import run_as_module
 from jobs.base.config import Config
 from jobs.base.console import console, print_table, short_name
 from jobs.reconciling import freezing
-from jobs.reconciling.next_steps import Situation, next_steps
+from jobs.reconciling.next_steps import Situation
 from jobs.reconciling.picture import write_evidence
 from jobs.reconciling.reconciler import Busy, Reconciler, reconciling
 from jobs.reconciling.three_answers import Verdict
@@ -40,9 +40,8 @@ def run(cfg: Config) -> dict[str, Any]:
 
 def plan(cfg: Config) -> dict[str, Any]:
     """What `run` would do now, without doing it."""
-    now = Reconciler(cfg).situation()
+    now, steps = Reconciler(cfg).ahead()
     _print_replicas(now)
-    steps = next_steps(now)
     rows = [[s.kind, s.url, str(s.drafter) if s.url else "", s.why] for s in steps]
     print_table("What would be done now", ["step", "replica", "drafter", "why"], rows)
     return {

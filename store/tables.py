@@ -316,4 +316,7 @@ def told(place: Place, name: str = "") -> Iterator[None]:
         text = first_line(error)
         if fault := plain_fault(error, where):
             raise fault from error
-        raise OSError(f"{where}: cannot be read or written ({text}); run again") from error
+        raise OSError(
+            f"{where}: cannot be read or written ({text}); run again, and if that does not help, "
+            "restore this folder from a backup"
+        ) from error

@@ -101,7 +101,7 @@ def _addresses(name: str) -> list[str]:
     host, _, port = name.rpartition(":")
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # Unicode: no host can have such a name
         raise ValueError(f"rollout.dns = {name!r}: {error}: is the name right?") from error
     hosts = sorted({str(address[0]) for _, _, _, _, address in found})
     return [f"http://[{h}]:{port}" if ":" in h else f"http://{h}:{port}" for h in hosts]

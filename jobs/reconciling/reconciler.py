@@ -104,6 +104,13 @@ class Reconciler:
             given_up=list(self.given_up),
         )
 
+    def ahead(self) -> tuple[Situation, list[Step]]:
+        """The situation, and the steps that `run` would begin with; `frozen` is the only one then."""
+        now, found = self.situation(), freezing.frozen(self.cfg)
+        if found is not None:
+            return now, [Step("frozen", freezing.told(found))]
+        return now, next_steps(now)
+
     def run(self, with_canary: bool = True) -> tuple[str, str, Situation]:
         """Do what is to be done until nothing is, or nothing can be; (end, why, last situation).
 

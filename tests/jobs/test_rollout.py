@@ -252,6 +252,7 @@ def test_a_frozen_fleet_is_only_observed(start_fleet):
         found = one.run()
         assert found["decision"] == "frozen"
         assert "audit" in found["why"]
+        assert [step["step"] for step in rollout.plan(one.cfg)["steps"]] == ["frozen"]
         assert one.loaded() == ["1", "1"]
         rollout.run(one.cfg.override("rollout", freeze="off"))
         assert one.run()["decision"] == "advanced"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jobs import rollout
+from jobs.base.config import load
 from jobs.reconciling.evidence import answer_of
 from serving.replica_client import Failed, ReplicaClient, Unreachable
 from tests.helpers import fake_replica
@@ -169,3 +170,15 @@ def test_a_delivery_that_fails_is_no_fault_of_the_drafter(start_fleet):
         assert aliases(one.cfg)["champion"] == "2"
         del one.fakes[0].load
         assert one.run()["decision"] == "advanced"
+
+
+def test_a_replica_has_no_password_in_its_url():
+    with pytest.raises(ValueError, match="takes the token of") as told:
+        load(None, ["rollout.replicas=[http://me:hidden@127.0.0.1:9]"])
+    assert "127.0.0.1:9" in str(told.value)
+    assert "hidden" not in str(told.value)
+
+
+def test_a_name_that_no_host_can_have_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"rollout.dns = 'a\.\.b:80': "):
+        rollout.run(load(None, [f"work={tmp_path}", "rollout.dns=a..b:80"]))

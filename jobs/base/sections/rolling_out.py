@@ -78,6 +78,11 @@ class Rollout:
         if self.min_first >= 1:
             raise ValueError(f"rollout.min_first = {self.min_first}: expected a share below 1")
         for url in self.replicas:
+            if "@" in url:  # sent in place of the token, and told with each message
+                raise ValueError(
+                    f"rollout.replicas: the URL of {url.rpartition('@')[2]!r} has a user or a "
+                    "password: remove them; a replica takes the token of rollout.token_file"
+                )
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"rollout.replicas: {url!r} is no URL such as http://HOST:8000")
         if self.dns and not self.dns.rpartition(":")[2].isdigit():
