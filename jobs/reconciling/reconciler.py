@@ -105,7 +105,7 @@ class Reconciler:
         )
 
     def ahead(self) -> tuple[Situation, list[Step]]:
-        """The situation, and the steps that `run` would begin with; `frozen` is the only one then."""
+        """The situation, and what `run` would begin with; only `frozen` where it is frozen."""
         now, found = self.situation(), freezing.frozen(self.cfg)
         if found is not None:
             return now, [Step("frozen", freezing.told(found))]
