@@ -27,6 +27,8 @@ SECONDS = 60.0
 """How long a holder that does not extend its lease keeps it."""
 WAIT = 1.5 * SECONDS
 """How long a taker waits for a holder: longer than one that died can keep it."""
+JOIN = 10.0
+"""How long a holder that gives its lease back waits for an extension that is on its way."""
 KEPT = 3
 """Objects of a lease that stay: the latest numbers."""
 
@@ -84,6 +86,8 @@ def lease(place: Place, wait: float = WAIT, seconds: float = SECONDS) -> Iterato
     try:
         yield held
     finally:
+        held.stopped.set()
+        keeper.join(JOIN)  # an extension on its way would come after the release, and last
         held.release()
 
 
