@@ -95,11 +95,13 @@ class Place:
         return Path(str(self))
 
     def read(self, name: str) -> bytes | None:
-        """The content of an object; None if there is none."""
+        """The content of an object; None if there is none. OSError for a folder in its place."""
         if self._absent():
             return None
         with told(self, name), suppress(FileNotFoundError):
             return bytes(obstore.get(_store(self.root), self._key(name)).bytes())
+        if self.is_local and not self._absent(name):  # as containers mount a missing file
+            raise OSError(errno.EISDIR, FOLDER, f"{self.path / name}")
         return None
 
     def write(self, name: str, data: Any) -> None:
@@ -325,8 +327,7 @@ DENIALS = (
     "lacked the necessary privileges",
     "169.254.169.254",  # where a library without keys asks the cloud's machine for some
 )
-
-
+FOLDER = "a folder is in the place of a file: remove it"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

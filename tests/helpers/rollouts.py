@@ -58,22 +58,11 @@ def promote_two(cfg: Config) -> None:
 
 @contextmanager
 def world(
-    folder: Path,
-    base: Path,
-    chances: Sequence[dict[str, float]],
-    replicas: int = 2,
-    settings: Sequence[str] = (),
-    serving: str = "1",
-    dns: str = "",
+    folder: Path, base: Path, chances: Sequence[dict[str, float]], **more: Any
 ) -> Iterator[World]:
-    """A fleet that drafts with version `serving` (empty: none), beside the registry of `make_base`,
-    whose champion is version 2.
-
-    `chances[i]`: true chance of each draft of version i + 1, by domain. `dns`: a name that the
-    roll-out is given instead of URLs; the test makes it known.
-    """
+    """A `fleet` beside a copy of the registry of `make_base`."""
     work = shutil.copytree(base, folder / "work")
-    with fleet([f"work={work}"], folder, chances, replicas, settings, serving, dns) as one:
+    with fleet([f"work={work}"], folder, chances, **more) as one:
         yield one
 
 
@@ -87,7 +76,12 @@ def fleet(
     serving: str = "1",
     dns: str = "",
 ) -> Iterator[World]:
-    """As `world`, beside the registry that the settings `where` lead to."""
+    """A fleet that drafts with version `serving` (empty: none), beside the registry of
+    `promote_two` that the settings `where` lead to, whose champion is version 2.
+
+    `chances[i]`: true chance of each draft of version i + 1, by domain. `dns`: a name that the
+    roll-out is given instead of URLs; the test makes it known.
+    """
     cfg = load(None, where)
     (folder / "token").write_text(TOKEN)
     sha = {str(i): drafter_sha256(cfg.path("drafters", f"d{i}")) for i in (1, 2)}

@@ -182,3 +182,11 @@ def test_a_replica_has_no_password_in_its_url():
 def test_a_name_that_no_host_can_have_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"rollout.dns = 'a\.\.b:80': "):
         rollout.run(load(None, [f"work={tmp_path}", "rollout.dns=a..b:80"]))
+
+
+def test_a_folder_in_the_place_of_the_freeze_is_no_permission_to_go_on(start_fleet):
+    with start_fleet(GOOD, GOOD) as one:
+        one.cfg.path("freeze.json").mkdir()  # as a container mounts a file that is not there
+        with pytest.raises(OSError, match="a folder is in the place of a file: remove it"):
+            one.run()
+        assert one.loaded() == ["1", "1"]

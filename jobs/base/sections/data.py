@@ -132,11 +132,6 @@ class Harvest:
     features: Literal["bf16", "fp8"] = setting(
         "bf16", "how features are stored: bf16 is exact; fp8 takes about half of the disk"
     )
-    text_logs: Literal["prompts", "answers"] = setting(
-        "prompts",
-        "what conversations without token ids are used as: prompts that `flywheel regenerate` asks "
-        "the target, or answers to learn from as they are",
-    )
     max_reject_rate: float = setting(
         0.05, "stop when a larger share of samples is set aside, beyond chance", minimum=0
     )
